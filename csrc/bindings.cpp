@@ -1,0 +1,234 @@
+// The one file that knows Python: tensors become TensorViews here, and calls go to the CPU or the CUDA ops by where the
+// tensors lie. Shapes and dtypes were checked before (research_engine/kernels); values of CPU tensors are checked here.
+#include <pybind11/pybind11.h>
+
+#include "build_info.h"
+#include "common/dlpack.h"
+#include "common/ops.h"
+#include "common/value_checks.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace py = pybind11;
+
+namespace research_engine {
+namespace {
+
+DType from_dlpack(dlpack::DataType type) {
+  const auto is = [&](uint8_t code, uint8_t bits) { return type.code == code && type.bits == bits; };
+  if (is(dlpack::kFloat, 32)) return DType::f32;
+  if (is(dlpack::kBfloat, 16)) return DType::bf16;
+  if (is(dlpack::kFloat, 16)) return DType::f16;
+  if (is(dlpack::kInt, 32)) return DType::i32;
+  if (is(dlpack::kInt, 64)) return DType::i64;
+  if (is(dlpack::kUInt, 8)) return DType::u8;
+  if (is(dlpack::kFloat8E4M3FN, 8)) return DType::f8e4m3;
+  throw py::type_error("no kernel takes tensors of this dtype");
+}
+
+DType from_name(const std::string& name) {
+  if (name == "torch.float32") return DType::f32;
+  if (name == "torch.bfloat16") return DType::bf16;
+  if (name == "torch.float16") return DType::f16;
+  if (name == "torch.int32") return DType::i32;
+  if (name == "torch.int64") return DType::i64;
+  if (name == "torch.uint8") return DType::u8;
+  if (name == "torch.float8_e4m3fn") return DType::f8e4m3;
+  throw py::type_error("no kernel takes tensors of dtype " + name);
+}
+
+// torch's table of DLPack functions, from the tensor's type, or null where torch is too old to have one.
+const dlpack::ExchangeApi* exchange_api(py::handle tensor) {
+  static const dlpack::ExchangeApi* api = [&]() -> const dlpack::ExchangeApi* {
+    const py::handle type(reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr())));
+    if (!py::hasattr(type, "__dlpack_c_exchange_api__")) return nullptr;
+    const py::object capsule = type.attr("__dlpack_c_exchange_api__");
+    const void* table = PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api");
+    if (!table) throw py::error_already_set();
+    const auto* found = static_cast<const dlpack::ExchangeApi*>(table);
+    return found->major == 1 ? found : nullptr;
+  }();
+  return api;
+}
+
+TensorView view(py::handle tensor) {
+  TensorView result;
+  if (tensor.is_none()) return result;
+  const auto* api = exchange_api(tensor);
+  if (api && api->tensor_from_object) {
+    dlpack::Tensor t;
+    if (api->tensor_from_object(tensor.ptr(), &t)) throw py::error_already_set();
+    if (t.ndim > TensorView::kMaxDims) throw py::value_error("tensors have at most 6 dimensions");
+    result.data = static_cast<char*>(t.data) + t.byte_offset;
+    result.ndim = t.ndim;
+    result.dtype = from_dlpack(t.dtype);
+    result.device = t.device.type == dlpack::kCuda ? t.device.id : TensorView::kCpu;
+    for (int i = 0; i < t.ndim; ++i) {
+      result.shape[i] = t.shape[i];
+      result.strides[i] = t.strides[i];
+    }
+    return result;
+  }
+  const auto shape = tensor.attr("shape").cast<py::tuple>(), strides = tensor.attr("stride")().cast<py::tuple>();
+  if (shape.size() > TensorView::kMaxDims) throw py::value_error("tensors have at most 6 dimensions");
+  result.data = reinterpret_cast<void*>(tensor.attr("data_ptr")().cast<uintptr_t>());
+  result.ndim = static_cast<int>(shape.size());
+  result.dtype = from_name(py::str(tensor.attr("dtype")));
+  result.device = tensor.attr("get_device")().cast<int>();
+  for (int i = 0; i < result.ndim; ++i) {
+    result.shape[i] = shape[i].cast<int64_t>();
+    result.strides[i] = strides[i].cast<int64_t>();
+  }
+  return result;
+}
+
+// Runs `on_cpu`, or `on_cuda` with the stream, by the device of `where`; the interpreter's lock is released.
+#ifdef RESEARCH_ENGINE_WITH_CUDA
+#define RESEARCH_ENGINE_DISPATCH(where, on_cpu, on_cuda)       \
+  do {                                                         \
+    py::gil_scoped_release unlocked;                           \
+    if ((where).device == TensorView::kCpu) { on_cpu; }        \
+    else { [[maybe_unused]] Stream stream = reinterpret_cast<Stream>(stream_address); on_cuda; } \
+  } while (false)
+#else
+#define RESEARCH_ENGINE_DISPATCH(where, on_cpu, on_cuda)       \
+  do {                                                         \
+    py::gil_scoped_release unlocked;                           \
+    if ((where).device != TensorView::kCpu) refuse_cuda();     \
+    (void)stream_address;                                      \
+    on_cpu;                                                    \
+  } while (false)
+
+[[noreturn]] void refuse_cuda() {
+  throw std::runtime_error(
+      "this build of research_engine has no CUDA ops, since nvcc was not found when it was built: install the CUDA toolkit, put its "
+      "nvcc on PATH (or set CUDA_HOME), and run `pip install -e .` again; `research-engine doctor` shows what was built");
+}
+#endif
+
+void paged_attention(py::handle query, py::handle key_cache, py::handle value_cache, py::handle block_tables,
+                     py::handle query_start_loc, py::handle seq_lens, py::handle out, py::handle lse, py::handle alibi_slopes,
+                     py::handle sinks, py::handle workspace, float scale, bool causal, int64_t sliding_window, float softcap,
+                     int64_t max_query_len, int64_t max_seq_len, int path, int64_t split_size, uintptr_t stream_address) {
+  PagedAttention args;
+  args.query = view(query);
+  args.key_cache = view(key_cache);
+  args.value_cache = view(value_cache);
+  args.block_tables = view(block_tables);
+  args.query_start_loc = view(query_start_loc);
+  args.seq_lens = view(seq_lens);
+  args.out = view(out);
+  args.lse = view(lse);
+  args.alibi_slopes = view(alibi_slopes);
+  args.sinks = view(sinks);
+  args.workspace = view(workspace);
+  args.scale = scale;
+  args.causal = causal;
+  args.sliding_window = sliding_window;
+  args.softcap = softcap;
+  args.max_query_len = max_query_len;
+  args.max_seq_len = max_seq_len;
+  args.path = path;
+  args.split_size = split_size;
+  RESEARCH_ENGINE_DISPATCH(args.query, check_attention_values(args); cpu::paged_attention(args), cuda::paged_attention(args, stream));
+}
+
+// The values alone, for metadata of a CUDA call that was copied to the host; query and key_cache give shapes only.
+void check_paged_attention(py::handle query, py::handle key_cache, py::handle block_tables, py::handle query_start_loc,
+                           py::handle seq_lens, int64_t sliding_window, int64_t max_query_len, int64_t max_seq_len) {
+  PagedAttention args;
+  args.query = view(query);
+  args.key_cache = view(key_cache);
+  args.block_tables = view(block_tables);
+  args.query_start_loc = view(query_start_loc);
+  args.seq_lens = view(seq_lens);
+  args.sliding_window = sliding_window;
+  args.max_query_len = max_query_len;
+  args.max_seq_len = max_seq_len;
+  check_attention_values(args);
+}
+
+void reshape_and_cache(py::handle key, py::handle value, py::handle key_cache, py::handle value_cache, py::handle slot_mapping,
+                       uintptr_t stream_address) {
+  const TensorView k = view(key), v = view(value), kc = view(key_cache), vc = view(value_cache), slots = view(slot_mapping);
+  RESEARCH_ENGINE_DISPATCH(k, check_slots(slots, kc.shape[0] * kc.shape[2]); cpu::reshape_and_cache(k, v, kc, vc, slots),
+                           cuda::reshape_and_cache(k, v, kc, vc, slots, stream));
+}
+
+void copy_blocks(py::handle kv_cache, py::handle pairs, uintptr_t stream_address) {
+  const TensorView cache = view(kv_cache), p = view(pairs);
+  RESEARCH_ENGINE_DISPATCH(cache, check_block_pairs(p, cache.shape[2], cache.shape[2], true); cpu::copy_blocks(cache, p),
+                           cuda::copy_blocks(cache, p, stream));
+}
+
+void swap_blocks(py::handle source, py::handle destination, py::handle pairs, uintptr_t stream_address) {
+  const TensorView from = view(source), to = view(destination), p = view(pairs);
+  check_block_pairs(p, from.shape[2], to.shape[2], false);
+  const TensorView& where = from.device == TensorView::kCpu ? to : from;
+  RESEARCH_ENGINE_DISPATCH(where, cpu::swap_blocks(from, to, p), cuda::swap_blocks(from, to, p, stream));
+}
+
+void rms_norm(py::handle x, py::handle weight, py::handle out, float eps, uintptr_t stream_address) {
+  const TensorView in = view(x), w = view(weight), result = view(out);
+  RESEARCH_ENGINE_DISPATCH(in, cpu::rms_norm(in, w, result, eps), cuda::rms_norm(in, w, result, eps, stream));
+}
+
+void fused_add_rms_norm(py::handle x, py::handle residual, py::handle weight, float eps, uintptr_t stream_address) {
+  const TensorView in = view(x), r = view(residual), w = view(weight);
+  RESEARCH_ENGINE_DISPATCH(in, cpu::fused_add_rms_norm(in, r, w, eps), cuda::fused_add_rms_norm(in, r, w, eps, stream));
+}
+
+void rotary_embedding(py::handle positions, py::handle query, py::handle key, py::handle cos_sin, bool interleaved,
+                      uintptr_t stream_address) {
+  const TensorView p = view(positions), q = view(query), k = view(key), table = view(cos_sin);
+  RESEARCH_ENGINE_DISPATCH(q, check_positions(p, table.shape[0]); cpu::rotary_embedding(p, q, k, table, interleaved),
+                           cuda::rotary_embedding(p, q, k, table, interleaved, stream));
+}
+
+void silu_and_mul(py::handle x, py::handle out, uintptr_t stream_address) {
+  const TensorView in = view(x), result = view(out);
+  RESEARCH_ENGINE_DISPATCH(in, cpu::silu_and_mul(in, result), cuda::silu_and_mul(in, result, stream));
+}
+
+#ifdef RESEARCH_ENGINE_WITH_CUDA
+constexpr bool kWithCuda = true;
+#else
+constexpr bool kWithCuda = false;
+#endif
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Hand-written kernels behind research_engine.kernels, which checks their arguments: call those.";
+  m.attr("built_with_cuda") = kWithCuda;
+  m.attr("cuda_archs") = RESEARCH_ENGINE_CUDA_ARCHS;
+  m.attr("nvcc_version") = RESEARCH_ENGINE_NVCC_VERSION;
+  m.attr("cpu_flags") = RESEARCH_ENGINE_CPU_FLAGS;
+  m.attr("cuda_flags") = RESEARCH_ENGINE_CUDA_FLAGS;
+  m.attr("compiler") = __VERSION__;
+  m.def("paged_attention", &paged_attention);
+  m.def("check_paged_attention", &check_paged_attention);
+  m.def("check_slots", [](py::handle slots, int64_t capacity) { check_slots(view(slots), capacity); });
+  m.def("check_positions", [](py::handle positions, int64_t limit) { check_positions(view(positions), limit); });
+  m.def("check_block_pairs", [](py::handle pairs, int64_t sources, int64_t destinations, bool same_cache) {
+    check_block_pairs(view(pairs), sources, destinations, same_cache);
+  });
+  m.def("reshape_and_cache", &reshape_and_cache);
+  m.def("copy_blocks", &copy_blocks);
+  m.def("swap_blocks", &swap_blocks);
+  m.def("rms_norm", &rms_norm);
+  m.def("fused_add_rms_norm", &fused_add_rms_norm);
+  m.def("rotary_embedding", &rotary_embedding);
+  m.def("silu_and_mul", &silu_and_mul);
+#ifdef RESEARCH_ENGINE_WITH_CUDA
+  m.def("cuda_device_count", &cuda::device_count);
+  m.def("cuda_device_description", &cuda::device_description);
+#endif
+#ifdef _OPENMP
+  m.def("num_threads", [] { return omp_get_max_threads(); });
+#endif
+}
+
+}  // namespace research_engine

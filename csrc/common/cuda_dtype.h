@@ -1,0 +1,73 @@
+// Storage types of the CUDA ops: conversion to and from float32, 16-byte vectors of them, dispatch by DType.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "tensor_view.h"
+
+namespace research_engine::cuda {
+
+__device__ inline float to_float(float value) { return value; }
+__device__ inline float to_float(__half value) { return __half2float(value); }
+__device__ inline float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+template <typename T> __device__ inline T from_float(float value);
+template <> __device__ inline float from_float<float>(float value) { return value; }
+template <> __device__ inline __half from_float<__half>(float value) { return __float2half_rn(value); }
+template <> __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
+  return __float2bfloat16_rn(value);
+}
+
+// Elements of a 16-byte vector.
+template <typename T> inline constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
+
+template <typename T> __device__ inline void unpack(const uint4& raw, float (&values)[kWidth<T>]) {
+  const T* elements = reinterpret_cast<const T*>(&raw);
+#pragma unroll
+  for (int e = 0; e < kWidth<T>; ++e) values[e] = to_float(elements[e]);
+}
+
+template <typename T> __device__ inline uint4 pack(const float (&values)[kWidth<T>]) {
+  uint4 raw;
+  T* elements = reinterpret_cast<T*>(&raw);
+#pragma unroll
+  for (int e = 0; e < kWidth<T>; ++e) elements[e] = from_float<T>(values[e]);
+  return raw;
+}
+
+// A 16-byte vector whose address need not be aligned; elements from `count` on read as zero and are not touched.
+template <typename T> __device__ inline uint4 load_elements(const T* source, int count) {
+  uint4 raw = make_uint4(0, 0, 0, 0);
+  T* elements = reinterpret_cast<T*>(&raw);
+#pragma unroll
+  for (int e = 0; e < kWidth<T>; ++e) {
+    if (e < count) elements[e] = source[e];
+  }
+  return raw;
+}
+
+// True when rows that start at `data` and lie `stride` elements apart can be read in 16-byte vectors.
+inline bool vector_aligned(const TensorView& view, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && stride * element_size(view.dtype) % 16 == 0;
+}
+
+template <typename T> struct TypeTag { using type = T; };
+
+// Calls function(TypeTag<T>{}) with the C++ type of `dtype`.
+template <typename Function> void dispatch_float(DType dtype, const char* op, Function&& function) {
+  switch (dtype) {
+    case DType::f32: return function(TypeTag<float>{});
+    case DType::f16: return function(TypeTag<__half>{});
+    case DType::bf16: return function(TypeTag<__nv_bfloat16>{});
+    default:
+      throw std::runtime_error(std::string(op) + ": dtype code " + std::to_string(static_cast<int>(dtype)) +
+                               " has no CUDA kernel; float32, float16 and bfloat16 have");
+  }
+}
+
+}  // namespace research_engine::cuda

@@ -1,0 +1,60 @@
+// What every CUDA op does around its kernel: device guard, launch with checked errors, large shared memory, grid bounds.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "ops.h"
+
+namespace research_engine::cuda {
+
+inline void check(cudaError_t status, const char* op) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // a sticky error stays; any other must not surface again at somebody else's check
+  throw std::runtime_error(std::string(op) + ": CUDA error " + cudaGetErrorName(status) + ": " +
+                           cudaGetErrorString(status));
+}
+
+// Makes the tensors' device current while an op runs, whatever device the caller had.
+class DeviceGuard {
+ public:
+  DeviceGuard(int device, const char* op) {
+    check(cudaGetDevice(&previous_), op);
+    if (device == previous_) return;
+    check(cudaSetDevice(device), op);
+    restore_ = true;
+  }
+  ~DeviceGuard() {
+    if (restore_) cudaSetDevice(previous_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool restore_ = false;
+};
+
+// Launches on the caller's stream. Only gridDim.x is used: y and z end at 65,535, x at 2^31 - 1.
+template <typename... Parameters, typename... Arguments>
+void launch(const char* op, void (*kernel)(Parameters...), int64_t blocks, dim3 threads, int64_t shared_bytes,
+            Stream stream, const Arguments&... arguments) {
+  if (blocks <= 0) return;
+  if (blocks > INT32_MAX) {
+    throw std::runtime_error(std::string(op) + ": " + std::to_string(blocks) +
+                             " thread blocks exceed the limit of 2147483647 in one launch; split the batch");
+  }
+  if (shared_bytes > 48 * 1024) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+          op);
+  }
+  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(arguments...);
+  check(cudaGetLastError(), op);
+}
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace research_engine::cuda

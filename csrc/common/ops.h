@@ -1,0 +1,75 @@
+// Every op, declared once; csrc/cpu and csrc/cuda define it twice. Arguments were checked at the Python edge
+// (research_engine/kernels): here shapes, dtypes and bounds are taken for granted.
+//
+// Shape letters: T tokens of the batch, R requests, Hq query heads, Hkv KV heads, G = Hq / Hkv, D head size,
+// N blocks, B block size, L layers, H hidden size, I intermediate size.
+#pragma once
+
+#include "tensor_view.h"
+
+namespace research_engine {
+
+using Stream = void*;  // cudaStream_t; the CPU ops take none
+
+struct PagedAttention {
+  TensorView query;            // [T, Hq, D], rows may be strided
+  TensorView key_cache;        // [N, Hkv, B, D], a (block, head) tile is contiguous
+  TensorView value_cache;      // [N, Hkv, B, D]
+  TensorView block_tables;     // int32 [R, max_blocks]
+  TensorView query_start_loc;  // int32 [R + 1]
+  TensorView seq_lens;         // int32 [R], context length with this step's tokens
+  TensorView out;              // [T, Hq, D]
+  TensorView lse;              // float32 [T, Hq], natural log, or none
+  TensorView alibi_slopes;     // float32 [Hq], or none
+  TensorView sinks;            // float32 [Hq], or none
+  TensorView workspace;        // float32, for split partials, or none
+  float scale = 0;
+  bool causal = true;
+  int64_t sliding_window = 0;  // 0: no window; w: a row sees the last w keys, its own included
+  float softcap = 0;           // 0: none; c: c * tanh(s / c), before masking
+  int64_t max_query_len = 0;   // upper bound over the batch
+  int64_t max_seq_len = 0;     // upper bound over the batch
+  int path = 0;                // 0 automatic, 1 simple, 2 decode, 3 prefill; the CPU may know fewer
+  int64_t split_size = 0;      // keys per split; 0: chosen by the op. Fixed: a row does not depend on its neighbours
+};
+
+#define RESEARCH_ENGINE_OPS(STREAM_ARG)                                                                              \
+  void paged_attention(const PagedAttention& args STREAM_ARG);                                                       \
+  /* key, value [T, Hkv, D] into caches [N, Hkv, B, D] at slot_mapping int64 [T]; slot -1 is skipped */              \
+  void reshape_and_cache(TensorView key, TensorView value, TensorView key_cache, TensorView value_cache,             \
+                         TensorView slot_mapping STREAM_ARG);                                                        \
+  /* whole blocks inside one cache [L, 2, N, Hkv, B, D]; pairs int64 [P, 2] = (source, destination) */               \
+  void copy_blocks(TensorView kv_cache, TensorView pairs STREAM_ARG);                                                \
+  void rms_norm(TensorView x, TensorView weight, TensorView out, float eps STREAM_ARG); /* [T, H] */                 \
+  /* residual += x; x = rms_norm(residual) * weight, both in place */                                                \
+  void fused_add_rms_norm(TensorView x, TensorView residual, TensorView weight, float eps STREAM_ARG);               \
+  /* query [T, Hq, D], key [T, Hkv, D] rotated in place; cos_sin [max_position, rotary_dim], cosines first */        \
+  void rotary_embedding(TensorView positions, TensorView query, TensorView key, TensorView cos_sin,                  \
+                        bool interleaved STREAM_ARG);                                                                \
+  void silu_and_mul(TensorView x, TensorView out STREAM_ARG); /* [T, 2I] -> [T, I] */
+
+namespace cpu {
+RESEARCH_ENGINE_OPS()
+// Blocks between two caches [L, 2, N, Hkv, B, D] on the host.
+void swap_blocks(TensorView source, TensorView destination, TensorView pairs);
+}  // namespace cpu
+
+namespace cuda {
+#define RESEARCH_ENGINE_STREAM , Stream stream
+RESEARCH_ENGINE_OPS(RESEARCH_ENGINE_STREAM)
+// Blocks between a cache on the device and one in pinned host memory, either way; pairs is host memory, copied into
+// the launch, so that the caller may reuse it at once. Ordered on `stream`.
+void swap_blocks(TensorView source, TensorView destination, TensorView pairs, Stream stream);
+// float32 elements that paged_attention uses as `workspace` for these arguments (tensor data is not read):
+// rows * Hq * S * (D + 2), where S splits a row at most (0 when S = 1, and on the paths that never split); rows = R on
+// path 0 (requests of one query token take the split kernel) and T on path 2. A fixed split_size requires all of it;
+// with split_size 0 the op makes do with fewer splits when the workspace is smaller or not given.
+int64_t paged_attention_workspace(const PagedAttention& args);
+int device_count();                              // 0 without a driver, never throws
+std::string device_description(int device);      // "NVIDIA H200, sm_90, 132 SMs"
+#undef RESEARCH_ENGINE_STREAM
+}  // namespace cuda
+
+#undef RESEARCH_ENGINE_OPS
+
+}  // namespace research_engine

@@ -1,0 +1,17 @@
+// The rules that need an argument's values, not its shape alone; they read host memory. Each throws std::invalid_argument,
+// which names the argument, the value and the rule. The bindings apply them to every CPU call.
+#pragma once
+
+#include "common/ops.h"
+
+namespace research_engine {
+
+void check_attention_values(const PagedAttention& args);
+// Slots in [0, capacity), or -1 for a token to skip.
+void check_slots(const TensorView& slot_mapping, int64_t capacity);
+void check_positions(const TensorView& positions, int64_t limit);
+// Block ids in range and no destination twice; within one cache (`same_cache`), no source that is also a destination:
+// the copies run in no particular order.
+void check_block_pairs(const TensorView& pairs, int64_t num_source_blocks, int64_t num_destination_blocks, bool same_cache);
+
+}  // namespace research_engine

@@ -1,0 +1,83 @@
+// The rules of common/value_checks.h.
+#include "common/value_checks.h"
+
+#include <algorithm>
+#include <sstream>
+#include <unordered_set>
+
+namespace research_engine {
+namespace {
+
+template <typename... Parts>
+[[noreturn]] void refuse(const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw std::invalid_argument(message.str());
+}
+
+int64_t at32(const TensorView& x, int64_t i) { return x.ptr<int32_t>()[i * x.strides[0]]; }
+
+}  // namespace
+
+void check_attention_values(const PagedAttention& a) {
+  const int64_t requests = a.seq_lens.shape[0], tokens = a.query.shape[0];
+  const int64_t columns = a.block_tables.shape[1], block_size = a.key_cache.shape[2], num_blocks = a.key_cache.shape[0];
+  if (at32(a.query_start_loc, 0) != 0) refuse("query_start_loc[0] is ", at32(a.query_start_loc, 0), ", expected 0");
+  for (int64_t r = 0; r < requests; ++r) {
+    const int64_t first = at32(a.query_start_loc, r), q_len = at32(a.query_start_loc, r + 1) - first;
+    const int64_t length = at32(a.seq_lens, r);
+    if (q_len < 0 || first + q_len > tokens)
+      refuse("query_start_loc[", r + 1, "] is ", first + q_len, ", expected at least ", first, " (the one before) and at most ", tokens,
+             " (query's rows)");
+    if (length < 0 || length > columns * block_size)
+      refuse("seq_lens[", r, "] is ", length, ", expected 0 to ", columns * block_size, " (block_tables has ", columns,
+             " columns of ", block_size, " slots)");
+    if (a.max_query_len > 0 && q_len > a.max_query_len)
+      refuse("request ", r, " has ", q_len, " query rows, above max_query_len = ", a.max_query_len);
+    if (a.max_seq_len > 0 && length > a.max_seq_len)
+      refuse("seq_lens[", r, "] is ", length, ", above max_seq_len = ", a.max_seq_len);
+    if (q_len == 0) continue;
+    const int32_t* table = a.block_tables.ptr<int32_t>() + r * a.block_tables.strides[0];
+    // A window leaves blocks behind it unread, and an engine may have given them away.
+    const int64_t first_key = a.sliding_window > 0 ? std::max<int64_t>(0, length - q_len - a.sliding_window + 1) : 0;
+    for (int64_t c = first_key / block_size; c < (length + block_size - 1) / block_size; ++c)
+      if (table[c] < 0 || table[c] >= num_blocks)
+        refuse("block_tables[", r, ", ", c, "] is ", table[c], ", expected 0 to ", num_blocks - 1, " (the cache has ", num_blocks,
+               " blocks, and seq_lens[", r, "] = ", length, " needs this one)");
+  }
+}
+
+void check_slots(const TensorView& slot_mapping, int64_t capacity) {
+  for (int64_t t = 0; t < slot_mapping.shape[0]; ++t) {
+    const int64_t slot = slot_mapping.ptr<int64_t>()[t * slot_mapping.strides[0]];
+    if (slot < -1 || slot >= capacity)
+      refuse("slot_mapping[", t, "] is ", slot, ", expected -1 (skip) or 0 to ", capacity - 1, " (num_blocks * block_size - 1)");
+  }
+}
+
+void check_positions(const TensorView& positions, int64_t limit) {
+  for (int64_t t = 0; t < positions.shape[0]; ++t) {
+    const int64_t position = positions.ptr<int64_t>()[t * positions.strides[0]];
+    if (position < 0 || position >= limit)
+      refuse("positions[", t, "] is ", position, ", expected 0 to ", limit - 1, " (cos_sin's rows)");
+  }
+}
+
+void check_block_pairs(const TensorView& pairs, int64_t num_source_blocks, int64_t num_destination_blocks, bool same_cache) {
+  const auto value = [&](int64_t p, int side) { return pairs.ptr<int64_t>()[p * pairs.strides[0] + side * pairs.strides[1]]; };
+  std::unordered_set<int64_t> destinations;
+  for (int64_t p = 0; p < pairs.shape[0]; ++p) {
+    for (int side = 0; side < 2; ++side) {
+      const int64_t block = value(p, side), limit = side ? num_destination_blocks : num_source_blocks;
+      if (block < 0 || block >= limit)
+        refuse("pairs[", p, ", ", side, "] is ", block, ", expected 0 to ", limit - 1, " (a block of the ", side ? "destination" : "source", ")");
+    }
+    if (!destinations.insert(value(p, 1)).second) refuse("pairs: block ", value(p, 1), " is a destination twice");
+  }
+  if (!same_cache) return;
+  for (int64_t p = 0; p < pairs.shape[0]; ++p)
+    if (destinations.count(value(p, 0)))
+      refuse("pairs: block ", value(p, 0), " is both a source and a destination; copy in two calls");
+}
+
+}  // namespace research_engine
