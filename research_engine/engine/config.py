@@ -1,0 +1,56 @@
+"""Limits and sizes of one engine; frozen, validated on construction, passed down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What the core needs to know; models, devices and tokenizers are not its business.
+
+    Args:
+        num_blocks: KV blocks on the device.
+        block_size: token slots per block.
+        num_host_blocks: KV blocks in host memory, for preemption by swap; 0 turns swapping off.
+        max_num_seqs: requests that may hold KV blocks at once.
+        max_num_batched_tokens: tokens that one step may hold (its budget).
+        max_model_len: prompt and output tokens of one request at most.
+        enable_prefix_caching: keep the blocks of ended requests and reuse them for equal prefixes.
+        vocab_size: token ids are below it; 0 leaves them unchecked.
+        eos_token_ids: tokens that end a sequence unless ignore_eos is set.
+        seed: base of the seeds of requests that bring none.
+        check_integrity: balance the KV cache's books after every step, not only when idle.
+        stall_limit: steps without any request advancing before StalledError ends the run.
+
+    Raises:
+        ValueError: naming field, value and rule.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    num_host_blocks: int = 0
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int = 8192
+    enable_prefix_caching: bool = True
+    vocab_size: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    check_integrity: bool = False
+    stall_limit: int = 1000
+
+    def __post_init__(self) -> None:
+        least = {"num_host_blocks": 0, "vocab_size": 0, "max_model_len": 2}
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.name in ("enable_prefix_caching", "check_integrity", "eos_token_ids", "seed"):
+                continue
+            low = least.get(entry.name, 1)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ValueError(f"{entry.name} = {value!r}: must be an integer >= {low}")
+
+    @property
+    def num_slots(self) -> int:
+        """Token slots on the device."""
+        return self.num_blocks * self.block_size

@@ -1,0 +1,264 @@
+"""What the engine, schedulers, executors and clocks promise each other. Schedulers import this module alone.
+
+One step:  EngineView -> Scheduler -> SchedulePlan -> (engine commits) -> Batch -> Executor -> StepResult -> (engine updates)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
+
+from .config import EngineConfig
+from .request import Request, Status
+
+if TYPE_CHECKING:
+    from .block_ledger import BlockLedger
+    from .kv_cache import KVCache
+    from .records import StepRecord
+
+__all__ = [
+    "Batch", "Clock", "EngineConfig", "EngineView", "Executor", "Preemption", "PreemptionMode", "Request",
+    "SchedulePlan", "ScheduledRequest", "Scheduler", "Status", "StepResult", "TokenLogprobs",
+]  # fmt: skip
+
+PreemptionMode = Literal["recompute", "swap"]
+
+
+class Preemption(NamedTuple):
+    """A running request gives its blocks back: `recompute` drops them, `swap` moves their contents to host blocks."""
+
+    request_id: str
+    mode: PreemptionMode = "recompute"
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class SchedulePlan:
+    """What a scheduler wants of one step. A request of which the plan says nothing keeps what it has and pauses.
+
+    Args:
+        tokens: request id -> how many of its uncomputed tokens to compute now, at least 1; order is the batch's order.
+            A waiting request named here is admitted (a swapped one is brought back).
+        preempt: running requests that give way; carried out before anything is admitted.
+        reasons: request id -> why it was skipped or chosen, for the decision log only.
+    """
+
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    preempt: Sequence[Preemption] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+class EngineView:
+    """All that a scheduler may know, read-only, at one moment.
+
+    `running` is in order of admission. `waiting` has preempted requests first (by arrival), then new ones by arrival.
+    """
+
+    __slots__ = ("_cache", "_new", "_preempted", "_running", "_running_now", "_waiting_now", "config", "now", "step")
+
+    def __init__(
+        self,
+        *,
+        now: float,
+        step: int,
+        config: EngineConfig,
+        cache: KVCache,
+        running: Mapping[str, Request],
+        preempted: Mapping[str, Request],
+        new: Mapping[str, Request],
+    ) -> None:
+        self.now = now
+        self.step = step
+        self.config = config
+        self._cache = cache
+        self._running = running
+        self._preempted = preempted
+        self._new = new
+        self._running_now: tuple[Request, ...] | None = None
+        self._waiting_now: tuple[Request, ...] | None = None
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        if self._running_now is None:
+            self._running_now = tuple(self._running.values())
+        return self._running_now
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        if self._waiting_now is None:
+            preempted = sorted(self._preempted.values(), key=lambda r: (r.arrival_time, r.index))
+            self._waiting_now = (*preempted, *self._new.values())
+        return self._waiting_now
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._preempted) + len(self._new)
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.config.max_num_seqs
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        return self.config.max_num_batched_tokens
+
+    @property
+    def block_size(self) -> int:
+        return self.config.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return self.config.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that could be handed out now, cached ones that nobody uses included."""
+        return self._cache.num_free_blocks
+
+    @property
+    def num_free_host_blocks(self) -> int:
+        return self._cache.num_free_host_blocks
+
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens that admitting this waiting request now would find computed (prefix cache, sibling or swapped KV)."""
+        return self._cache.cached_tokens(request)
+
+    def uncomputed_tokens(self, request: Request) -> int:
+        """Tokens still to compute if it were scheduled now: what is known less what is computed or cached."""
+        if request._status is Status.RUNNING:
+            return len(request._tokens) - request._computed
+        return len(request._tokens) - self._cache.cached_tokens(request)
+
+    def blocks_freed_by(self, request: Request) -> int:
+        """Blocks that preempting this running request alone would free (shared ones stay)."""
+        return self._cache.blocks_freed_by(request)
+
+    def ledger(self) -> BlockLedger:
+        """A what-if account of blocks, exactly as the engine will keep it when it commits the plan."""
+        return self._cache.ledger()
+
+
+@runtime_checkable
+class Scheduler(Protocol):
+    """The whole contract of a policy. Subclass it and the three events come free."""
+
+    def schedule(self, view: EngineView) -> SchedulePlan:
+        """Choose who gets how many tokens in the step to come, and who gives way."""
+        ...
+
+    def on_arrival(self, request: Request) -> None:
+        """A request joined the queue."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """A step ended; `record` says who computed how many tokens."""
+
+    def on_finish(self, request: Request) -> None:
+        """A request ended, by stop, length or abort."""
+
+
+class ScheduledRequest(NamedTuple):
+    """One row of a batch.
+
+    Attributes:
+        request: whose tokens `token_ids[start : start + num_tokens]` are computed.
+        start: tokens already in the cache.
+        num_tokens: tokens to compute now.
+        draws: whether these reach the last known token, so that a new one is drawn.
+        first_changed_block: block-table entries before this index are as they were when the request last ran.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    draws: bool
+    first_changed_block: int
+
+
+@dataclass
+class Batch:
+    """A committed plan. Block moves come first, in this order: swap_out, swap_in, copies; then the rows are computed.
+
+    Attributes:
+        step: number of the step.
+        started, committed: clock seconds when scheduling began and when the plan was committed.
+        rows: in the plan's order.
+        num_tokens: tokens of all rows.
+        swap_out: (device block, host block) pairs.
+        swap_in: (host block, device block) pairs.
+        copies: (source, destination) device block pairs, for copy on write.
+        admitted: requests that were waiting (or swapped) until this step.
+        preempted: what each preemption cost.
+    """
+
+    step: int
+    rows: list[ScheduledRequest]
+    num_tokens: int
+    started: float = 0.0
+    committed: float = 0.0
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    preempted: list[PreemptionRecord] = field(default_factory=list)
+
+
+class PreemptionRecord(NamedTuple):
+    """One preemption: whom, how, why and at what price (tokens_lost are to be computed again)."""
+
+    request_id: str
+    mode: PreemptionMode
+    reason: str
+    blocks_freed: int
+    tokens_lost: int
+    blocks_swapped: int
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probability of one token, its rank (1 = most probable), and the most probable tokens as (id, logprob)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass
+class StepResult:
+    """What an executor made of a batch.
+
+    Attributes:
+        token_ids: one per row: the drawn token, or -1 where the row draws none.
+        logprobs: row index -> log-probabilities of the drawn token, where the request asked for them.
+        prompt_logprobs: row index -> log-probabilities of the prompt tokens start + 1 ... that this row's logits predict.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """Computes batches: on a CPU, a GPU, several GPUs, or in simulated time."""
+
+    def execute(self, batch: Batch) -> StepResult:
+        """Carry out the block moves, compute the rows, draw tokens. Must not change any request."""
+        ...
+
+    def shutdown(self) -> None:
+        """Give memory and processes back; further calls are errors."""
+        ...
+
+
+@runtime_checkable
+class Clock(Protocol):
+    """Real or virtual seconds since the run began."""
+
+    def now(self) -> float: ...
+
+    def sleep_until(self, when: float) -> None: ...

@@ -1,0 +1,112 @@
+"""Open-loop replay: every request is added at its scheduled arrival, however far behind the engine is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from .engine import Engine, TokenOutput
+from .errors import RequestError
+from .records import RequestRecord
+from .request import Request
+from .sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request of a workload.
+
+    Attributes:
+        time: seconds after the replay's start at which it arrives.
+        request_id, prompt_token_ids, sampling, priority, client, deadline, predicted_tokens: as `Engine.add_request`
+            takes them; deadline counts from the replay's start, too.
+    """
+
+    time: float
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    client: str = ""
+    deadline: float | None = None
+    predicted_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """How a replay went. Times are seconds on the engine's clock.
+
+    Attributes:
+        start, end: first possible arrival, and the end of the last step.
+        worst_lag: how late the latest request was added after its arrival; a step in progress delays adding.
+        refused: request id -> why.
+    """
+
+    start: float
+    end: float
+    worst_lag: float
+    refused: dict[str, str]
+
+
+def replay(
+    engine: Engine,
+    arrivals: Iterable[Arrival],
+    *,
+    on_outputs: Callable[[list[TokenOutput]], None] | None = None,
+) -> ReplayReport:
+    """Run arrivals through the engine until all are served.
+
+    Latency counts from the scheduled arrival, so a slow engine cannot slow its own load. Refused requests are recorded
+    with finish_reason "refused" and the replay goes on.
+
+    Args:
+        engine: with nothing unfinished.
+        arrivals: in any order.
+        on_outputs: sees the outputs of every step, for progress.
+
+    Raises:
+        PlanError, PolicyError, StalledError: from the engine; what was recorded so far stays in its records.
+    """
+    clock = engine.clock
+    start, worst_lag, refused = clock.now(), 0.0, {}
+    pending = sorted(arrivals, key=lambda arrival: arrival.time)
+    at = 0
+    while at < len(pending) or engine.has_unfinished:
+        now = clock.now()
+        while at < len(pending) and start + pending[at].time <= now:
+            worst_lag = max(worst_lag, now - start - pending[at].time)
+            why = _add(engine, pending[at], start)
+            if why is not None:
+                refused[pending[at].request_id] = why
+            at += 1
+        if engine.has_unfinished:
+            outputs = engine.step()
+            if on_outputs is not None:
+                on_outputs(outputs)
+            if not (engine.idle and at < len(pending)):
+                continue
+        if at < len(pending):
+            clock.sleep_until(start + pending[at].time)
+    return ReplayReport(start, clock.now(), worst_lag, refused)
+
+
+def _add(engine: Engine, arrival: Arrival, start: float) -> str | None:
+    """Queue one arrival; returns why it was refused, or None."""
+    keywords = {
+        "arrival_time": start + arrival.time,
+        "priority": arrival.priority,
+        "client": arrival.client,
+        "deadline": None if arrival.deadline is None else start + arrival.deadline,
+        "predicted_tokens": arrival.predicted_tokens,
+    }
+    try:
+        engine.add_request(arrival.request_id, arrival.prompt_token_ids, arrival.sampling, **keywords)
+    except RequestError as error:
+        refused = Request(arrival.request_id, arrival.prompt_token_ids, arrival.sampling,
+                          arrival_time=start + arrival.time, max_tokens=arrival.sampling.max_tokens or 0)  # fmt: skip
+        record = RequestRecord.of(refused)
+        record.finish_reason = "refused"
+        record.client, record.priority = arrival.client, arrival.priority
+        engine.records.add_request(record)
+        return str(error)
+    return None

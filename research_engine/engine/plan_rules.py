@@ -1,0 +1,89 @@
+"""The rules of a plan. Whatever a policy returns is checked here before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from .block_ledger import BlockLedger
+from .config import EngineConfig
+from .contract import Preemption, SchedulePlan
+from .errors import PlanError
+from .request import Request, Status
+
+if TYPE_CHECKING:
+    from .kv_cache import KVCache
+
+
+def check_plan(
+    plan: SchedulePlan, requests: Mapping[str, Request], cache: KVCache, config: EngineConfig, step: int
+) -> None:
+    """Check every rule; changes nothing.
+
+    Raises:
+        PlanError: with the step, the request and the first rule that is broken.
+    """
+    ledger = BlockLedger(cache)
+    if plan.preempt:
+        _check_preemptions(plan, requests, ledger, config, step)
+    running = Status.RUNNING
+    total = admitted = 0
+    for name, num_tokens in plan.tokens.items():
+        request = requests.get(name)
+        if request is None:
+            rule = "is scheduled, but no such request is live (finished, aborted, held back or never added)"
+            raise PlanError(rule, step=step, request_id=name)
+        if type(num_tokens) is not int or num_tokens < 1:
+            rule = f"gets {num_tokens!r} tokens; it must be an integer >= 1 (leave the request out to skip it)"
+            raise PlanError(rule, step=step, request_id=name)
+        known = len(request._tokens) - request._computed
+        if request._status is not running:
+            admitted += 1
+            known = len(request._tokens) - cache.cached_tokens(request)
+        if num_tokens > known:
+            rule = f"gets {num_tokens} tokens, but only {known} are known and not computed"
+            raise PlanError(rule, step=step, request_id=name)
+        if not ledger.grant(request, num_tokens):
+            rule = (
+                f"needs {ledger.cost(request, num_tokens)} more blocks for {num_tokens} tokens, "
+                f"{ledger.free_blocks} are left of {config.num_blocks}"
+            )
+            raise PlanError(rule, step=step, request_id=name)
+        total += num_tokens
+    if total > config.max_num_batched_tokens:
+        raise PlanError(f"it holds {total} tokens, max_num_batched_tokens is {config.max_num_batched_tokens}", step=step)
+    seats = cache.num_running + admitted - len(plan.preempt)
+    if admitted and seats > config.max_num_seqs:
+        raise PlanError(f"{seats} requests would hold blocks, max_num_seqs is {config.max_num_seqs}", step=step)
+
+
+def _check_preemptions(
+    plan: SchedulePlan, requests: Mapping[str, Request], ledger: BlockLedger, config: EngineConfig, step: int
+) -> None:
+    gone: set[str] = set()
+    for preemption in plan.preempt:
+        if not isinstance(preemption, Preemption):
+            raise PlanError(f"preempt holds {preemption!r}; it must hold Preemption(request_id, mode, reason)", step=step)
+        name, mode = preemption.request_id, preemption.mode
+        request = requests.get(name)
+        rule = None
+        if request is None:
+            rule = "is preempted, but no such request is live"
+        elif not request.is_running:
+            rule = f"is preempted, but it is {request.status.value}, not running"
+        elif name in gone:
+            rule = "is preempted twice in one plan"
+        elif name in plan.tokens:
+            rule = "is preempted and scheduled in one plan"
+        elif mode not in ("recompute", "swap"):
+            rule = f"preemption mode {mode!r} is neither 'recompute' nor 'swap'"
+        elif mode == "swap" and request.num_blocks > ledger.free_host_blocks:
+            rule = (
+                f"swapping it needs {request.num_blocks} host blocks, {ledger.free_host_blocks} are free "
+                f"of num_host_blocks = {config.num_host_blocks}"
+            )
+        if rule is not None:
+            raise PlanError(rule, step=step, request_id=name)
+        assert request is not None
+        gone.add(name)
+        ledger.preempt(request, mode)

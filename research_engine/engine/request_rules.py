@@ -1,0 +1,49 @@
+"""The rules of a request: what could never be served is refused when it is added, with the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .config import EngineConfig
+from .errors import RequestError
+from .sampling_params import SamplingParams
+
+
+def check_request(request_id: str, prompt: Sequence[int], sampling: SamplingParams, config: EngineConfig) -> int:
+    """Check a request against the engine's limits.
+
+    Returns:
+        How many output tokens it may have: max_tokens, cut to what the model's length leaves.
+
+    Raises:
+        RequestError: naming the value and the limit.
+    """
+
+    def refused(rule: str) -> RequestError:
+        return RequestError(f"request {request_id!r}: {rule}")
+
+    if not isinstance(sampling, SamplingParams):
+        raise refused(f"sampling is {sampling!r}; it must be a SamplingParams")
+    if len(prompt) == 0:
+        raise refused("the prompt is empty; it needs at least one token")
+    limit = config.max_model_len
+    if len(prompt) >= limit:
+        raise refused(
+            f"the prompt has {len(prompt)} tokens; with max_model_len = {limit} at most {limit - 1} leave room for an output"
+        )
+    named = [("prompt", prompt), ("stop_token_ids", sampling.stop_token_ids), ("logit_bias", list(sampling.logit_bias))]
+    for name, ids in named:
+        low, high = (min(ids), max(ids)) if len(ids) else (0, 0)
+        if low < 0 or (config.vocab_size and high >= config.vocab_size):
+            bad = low if low < 0 else high
+            top = f"{config.vocab_size - 1} (vocabulary of {config.vocab_size})" if config.vocab_size else "the vocabulary"
+            raise refused(f"{name} holds token id {bad}; ids go from 0 to {top}")
+    room = limit - len(prompt)
+    max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    slots = len(prompt) + max_tokens - 1  # the last token is never computed
+    if slots > config.num_slots:
+        raise refused(
+            f"{len(prompt)} prompt tokens and max_tokens = {max_tokens} need {slots} KV slots; the cache has "
+            f"{config.num_slots} ({config.num_blocks} blocks of {config.block_size}): shorten it or enlarge the cache"
+        )
+    return max_tokens

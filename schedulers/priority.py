@@ -1,0 +1,44 @@
+"""Strict priority with ageing: the most urgent first, and nobody waits for ever.
+
+A request of priority p that arrived at time a ranks as p + a / ageing: `ageing` seconds of waiting are worth one level.
+The rank never changes, so two requests never swap places, and only requests that arrive within
+ageing x (p - p') seconds after a request can overtake it, p' being the most urgent priority in use: that bounds its wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .base import EngineView, PolicyScheduler, Request
+
+
+@dataclass(kw_only=True)
+class Priority(PolicyScheduler):
+    """Serves by rank; a waiting request takes the place of running ones of strictly lower priority, never of its equals.
+
+    Args:
+        ageing: seconds of waiting that are worth one priority level; inf turns ageing off.
+    """
+
+    ageing: float = 30.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.ageing > 0:
+            raise ValueError(f"ageing = {self.ageing!r}: must be seconds > 0 (inf: no ageing)")
+
+    def rank(self, request: Request) -> tuple[float, float, int]:
+        """Smaller is more urgent."""
+        aged = 0.0 if math.isinf(self.ageing) else request.arrival_time / self.ageing
+        return (request.priority + aged, request.arrival_time, request.index)
+
+    def order(self, view: EngineView) -> Iterable[Request]:
+        return sorted((*view.running, *view.waiting), key=self.rank)
+
+    def victim(self, candidates: Sequence[Request], needy: Request, view: EngineView) -> Request | None:
+        lowest = max(candidates, key=self.rank)
+        if self.rank(lowest) < self.rank(needy):
+            return None
+        return lowest if needy.is_running or lowest.priority > needy.priority else None
