@@ -1,0 +1,93 @@
+"""Models that need no file: known shapes with pseudo-random weights, for tests, speed measurements and offline runs."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from research_engine.models.config import ModelConfig, RopeScaling
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class DummyModel:
+    """A shape by name, and whether it comes with the byte tokenizer."""
+
+    config: ModelConfig
+    has_tokenizer: bool = False
+
+
+DUMMY_MODELS = {
+    "dummy:tiny": DummyModel(
+        ModelConfig(
+            architecture="LlamaForCausalLM", vocab_size=259, hidden_size=128, intermediate_size=256, num_layers=2,
+            num_heads=4, num_kv_heads=2, head_dim=32, rms_norm_eps=1e-5, rope_theta=10000.0,
+            max_position_embeddings=8192, bos_token_id=257, eos_token_ids=(258,),
+        ),
+        has_tokenizer=True,
+    ),
+    "dummy:smollm2-135m": DummyModel(
+        ModelConfig(
+            architecture="LlamaForCausalLM", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30,
+            num_heads=9, num_kv_heads=3, head_dim=64, rms_norm_eps=1e-5, rope_theta=100000.0,
+            max_position_embeddings=8192, tie_word_embeddings=True, bos_token_id=1, eos_token_ids=(2,),
+        )
+    ),
+    "dummy:llama3-8b": DummyModel(
+        ModelConfig(
+            architecture="LlamaForCausalLM", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32,
+            num_heads=32, num_kv_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=500000.0,
+            max_position_embeddings=131072, bos_token_id=128000, eos_token_ids=(128001, 128008, 128009),
+            rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 8192),
+        )
+    ),
+}
+BYTE_TOKENIZER_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 256, 257, 258
+
+_CHUNK = 1 << 22
+
+
+class DummyCheckpoint:
+    """Uniform weights of variance 1 / fan-in (norms: ones; biases: zeros), so that activations keep their size at any width.
+
+    A weight depends on the seed, its tensor's name and its index alone: the same on every device and in every dtype.
+    """
+
+    def __init__(self, name: str, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
+        self.location = name
+        self._shapes, self._seed = shapes, seed
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Exactly what the model asks for."""
+        return self._shapes
+
+    def read(self, name: str, device: torch.device) -> torch.Tensor:
+        """One tensor, float32, made on ``device``."""
+        import torch
+
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device=device)
+        width = (3.0 if "embed_tokens" in name else 3.0 / shape[-1]) ** 0.5
+        out = torch.empty(shape, device=device)
+        flat, key = out.view(-1), zlib.crc32(f"{self._seed}:{name}".encode())
+        for start in range(0, flat.numel(), _CHUNK):
+            index = torch.arange(start, min(start + _CHUNK, flat.numel()), device=device)
+            flat[start : start + _CHUNK] = _uniform(index, key) * (2 * width) - width
+        return out
+
+
+def _uniform(index: torch.Tensor, key: int) -> torch.Tensor:
+    """Hash int64 indices to float32 in [0, 1): two rounds of a 31-bit multiply and xor-shift, exact on every device."""
+    import torch
+
+    mask = (1 << 31) - 1
+    x = (index ^ key) & mask
+    for multiplier in (0x45D9F3B, 0x2C1B3C6D):
+        x = ((x ^ (x >> 16)) * multiplier) & mask
+    x = x ^ (x >> 15)
+    return (x >> 7).to(torch.float32) * 2.0**-24

