@@ -1,0 +1,28 @@
+"""The ops of LLM inference as hand-written kernels: typed fronts, checked arguments, and a float64 oracle (`reference`).
+
+Every op runs where its tensors are: CPU (float32, bfloat16) or CUDA (float32, bfloat16, float16), there on torch's current
+stream. Each is registered with torch.library under `torch.ops.research_engine`.
+"""
+
+from __future__ import annotations
+
+from research_engine.kernels import reference
+from research_engine.kernels.activation import silu_and_mul
+from research_engine.kernels.attention import paged_attention
+from research_engine.kernels.build_info import build_info
+from research_engine.kernels.cache import copy_blocks, reshape_and_cache, swap_blocks
+from research_engine.kernels.norm import fused_add_rms_norm, rms_norm
+from research_engine.kernels.rotary import rotary_embedding
+
+__all__ = [
+    "paged_attention",
+    "reshape_and_cache",
+    "copy_blocks",
+    "swap_blocks",
+    "rms_norm",
+    "fused_add_rms_norm",
+    "rotary_embedding",
+    "silu_and_mul",
+    "reference",
+    "build_info",
+]

@@ -1,0 +1,190 @@
+"""Writing into the paged KV cache, and moving whole blocks within it or between two."""
+
+from __future__ import annotations
+
+import torch
+
+from research_engine.kernels._checks import (
+    check_blocks,
+    check_dtype,
+    check_integers,
+    check_last_contiguous,
+    check_rows,
+    check_same_device,
+    check_tiles,
+    refuse,
+)
+from research_engine.kernels._extension import _C, host, stream_of, traced
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    check_values: bool = False,
+) -> None:
+    """Writes each token's key and value into its slot; slot `s` is row `s % B` of block `s // B`.
+
+    Args:
+        key: `[T, Hkv, D]`, last dimension contiguous.
+        value: `[T, Hkv, D]`, likewise.
+        key_cache: `[N, Hkv, B, D]`, (block, head) tiles contiguous, of key's dtype; changed.
+        value_cache: likewise.
+        slot_mapping: int64 `[S]`, contiguous, S <= T: tokens from S on are padding and not written. A slot is -1 (skip) or in
+            `[0, N * B)`. Two tokens with one slot: either may win.
+        check_values: check the slots of a CUDA call too, which waits for the device; unchecked, a slot out of range is skipped.
+            Those of a CPU call always are checked.
+
+    Raises:
+        TypeError: a dtype the device's kernels do not take, or one that differs from key's.
+        ValueError: a shape, stride, device or slot that breaks the rules above.
+    """
+    if traced(key):
+        torch.ops.research_engine.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+        return
+    if check_values:
+        _C.check_slots(host(slot_mapping), key_cache.shape[0] * key_cache.shape[2])
+    _reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+
+
+def copy_blocks(kv_cache: torch.Tensor, pairs: torch.Tensor, *, check_values: bool = False) -> None:
+    """Copies whole blocks inside one cache, in every layer, keys and values.
+
+    Args:
+        kv_cache: `[L, 2, N, Hkv, B, D]`, blocks contiguous; changed.
+        pairs: int64 `[P, 2]`, contiguous, (source, destination) block ids on the host (checked, then copied to the cache's
+            device) or on that device. No destination twice, and no source that is also a destination: copies run in no order.
+        check_values: check pairs that are on a CUDA device too, which waits for it.
+
+    Raises:
+        TypeError: pairs that are not int64.
+        ValueError: a shape, stride, device or pair that breaks the rules above.
+    """
+    if traced(kv_cache):
+        torch.ops.research_engine.copy_blocks(kv_cache, pairs)
+        return
+    if check_values:
+        _C.check_block_pairs(host(pairs), kv_cache.shape[2], kv_cache.shape[2], True)
+    _copy_blocks(kv_cache, pairs)
+
+
+def swap_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Copies whole blocks from one cache to another, in every layer, keys and values: out to host memory, or back.
+
+    On a CUDA device the copies are ordered on the current stream. They are asynchronous to the host, so the host's cache has to
+    be pinned; it may be read or reused once the stream has passed them.
+
+    Args:
+        source: `[L, 2, N, Hkv, B, D]`, blocks contiguous.
+        destination: `[L, 2, M, Hkv, B, D]`, likewise, of source's dtype; changed.
+        pairs: int64 `[P, 2]`, contiguous, in host memory: (block of source, block of destination). No destination twice. The
+            caller may reuse it at once.
+
+    Raises:
+        TypeError: pairs that are not int64, or caches of two dtypes.
+        ValueError: a shape, stride, device or pair that breaks the rules above, or host memory that is not pinned.
+    """
+    if traced(source):
+        torch.ops.research_engine.swap_blocks(source, destination, pairs)
+    else:
+        _swap_blocks(source, destination, pairs)
+
+
+def _check_reshape_and_cache(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    dtype = check_dtype("key", key)
+    shape = key.shape
+    if len(shape) != 3:
+        refuse("key", key, "the shape has to be [T, Hkv, D]")
+    check_last_contiguous("key", key)
+    check_rows("value", value, dtype, shape, "key's, [T, Hkv, D]")
+    if key_cache.dim() != 4:
+        refuse("key_cache", key_cache, "the shape has to be [N, Hkv, B, D]")
+    cache_shape = key_cache.shape
+    check_rows("key_cache", key_cache, dtype, (cache_shape[0], shape[1], cache_shape[2], shape[2]), "[N, Hkv, B, D]")
+    check_rows("value_cache", value_cache, dtype, cache_shape, "key_cache's, [N, Hkv, B, D]")
+    check_tiles("key_cache", key_cache)
+    check_tiles("value_cache", value_cache)
+    check_integers("slot_mapping", slot_mapping, torch.int64, (-1,), "[S]")
+    if slot_mapping.shape[0] > shape[0]:
+        refuse("slot_mapping", slot_mapping, f"there are more slots than tokens (key has {shape[0]} rows)")
+    device = key.device
+    if value.device != device or key_cache.device != device or value_cache.device != device or slot_mapping.device != device:
+        check_same_device(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
+
+
+def _reshape_and_cache(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    _check_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+    _C.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, stream_of(key))
+
+
+def _check_copy_blocks(kv_cache: torch.Tensor, pairs: torch.Tensor) -> None:
+    check_blocks("kv_cache", kv_cache)
+    check_integers("pairs", pairs, torch.int64, (-1, 2), "[P, 2]")
+    if not pairs.is_cpu and pairs.device != kv_cache.device:
+        check_same_device(kv_cache=kv_cache, pairs=pairs)
+
+
+def _copy_blocks(kv_cache: torch.Tensor, pairs: torch.Tensor) -> None:
+    _check_copy_blocks(kv_cache, pairs)
+    stream = stream_of(kv_cache)
+    if pairs.is_cpu and not kv_cache.is_cpu:
+        _C.check_block_pairs(pairs, kv_cache.shape[2], kv_cache.shape[2], True)
+        pairs = pairs.to(kv_cache.device)
+    _C.copy_blocks(kv_cache, pairs, stream)
+
+
+def _check_swap_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
+    check_blocks("source", source)
+    check_blocks("destination", destination)
+    if destination.dtype != source.dtype:
+        raise TypeError(f"destination: {destination.dtype}; source's {source.dtype} is needed")
+    if destination.shape[:2] != source.shape[:2] or destination.shape[3:] != source.shape[3:]:
+        refuse("destination", destination, f"all but the number of blocks has to be as in source, {list(source.shape)}")
+    check_integers("pairs", pairs, torch.int64, (-1, 2), "[P, 2]")
+    if not pairs.is_cpu:
+        refuse("pairs", pairs, "it has to be in host memory")
+
+
+def _swap_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
+    _check_swap_blocks(source, destination, pairs)
+    on_device = destination if source.is_cpu else source
+    stream = stream_of(on_device)
+    if not on_device.is_cpu:
+        for name, cache in (("source", source), ("destination", destination)):
+            if cache.is_cpu and not cache.is_pinned():
+                refuse(name, cache, "host memory that is swapped with a GPU has to be pinned: torch.empty(..., pin_memory=True)")
+        if not (source.is_cpu or destination.is_cpu or source.device == destination.device):
+            check_same_device(source=source, destination=destination)
+    _C.swap_blocks(source, destination, pairs, stream)
+
+
+_reshape_and_cache_op = torch.library.custom_op(
+    "research_engine::reshape_and_cache",
+    _reshape_and_cache,
+    mutates_args=("key_cache", "value_cache"),
+    schema="(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping) -> ()",
+)
+_reshape_and_cache_op.register_fake(_check_reshape_and_cache)
+
+_copy_blocks_op = torch.library.custom_op(
+    "research_engine::copy_blocks",
+    _copy_blocks,
+    mutates_args=("kv_cache",),
+    schema="(Tensor(a!) kv_cache, Tensor pairs) -> ()",
+)
+_copy_blocks_op.register_fake(_check_copy_blocks)
+
+_swap_blocks_op = torch.library.custom_op(
+    "research_engine::swap_blocks",
+    _swap_blocks,
+    mutates_args=("destination",),
+    schema="(Tensor source, Tensor(a!) destination, Tensor pairs) -> ()",
+)
+_swap_blocks_op.register_fake(_check_swap_blocks)

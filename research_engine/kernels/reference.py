@@ -1,0 +1,122 @@
+"""The oracle: every op once more in float64 torch, written to be obviously right. Slow, on any device.
+
+Results come back in float64, or rounded into the tensors that are changed in place or given as `out` and `lse`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """See `kernels.rms_norm`."""
+    wide = x.double()
+    result = wide / torch.sqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weight.double()
+    return result if out is None else out.copy_(result)
+
+
+def fused_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """See `kernels.fused_add_rms_norm`: in place, normed is the sum as rounded to residual's dtype."""
+    residual.copy_(residual.double() + x.double())
+    x.copy_(rms_norm(residual, weight, eps))
+
+
+def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """See `kernels.silu_and_mul`."""
+    gate, up = x.double().chunk(2, dim=-1)
+    result = gate * torch.sigmoid(gate) * up
+    return result if out is None else out.copy_(result)
+
+
+def rotary_embedding(
+    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool = False
+) -> None:
+    """See `kernels.rotary_embedding`: in place."""
+    rotary_dim = cos_sin.shape[1]
+    cosines, sines = cos_sin[positions].double()[:, None, :].chunk(2, dim=-1)  # [T, 1, rotary_dim / 2]
+    for heads in (query, key):
+        rotated = heads[..., :rotary_dim].double()
+        if interleaved:
+            a, b = rotated[..., 0::2], rotated[..., 1::2]
+            pairs = torch.stack((a * cosines - b * sines, b * cosines + a * sines), dim=-1)
+            heads[..., :rotary_dim] = pairs.flatten(-2).to(heads.dtype)
+        else:
+            a, b = rotated.chunk(2, dim=-1)
+            heads[..., :rotary_dim] = torch.cat((a * cosines - b * sines, b * cosines + a * sines), dim=-1).to(heads.dtype)
+
+
+def reshape_and_cache(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """See `kernels.reshape_and_cache`: the caches are changed."""
+    block_size = key_cache.shape[2]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            key_cache[slot // block_size, :, slot % block_size] = key[token]
+            value_cache[slot // block_size, :, slot % block_size] = value[token]
+
+
+def copy_blocks(kv_cache: torch.Tensor, pairs: torch.Tensor) -> None:
+    """See `kernels.copy_blocks`: the cache is changed."""
+    swap_blocks(kv_cache, kv_cache, pairs)
+
+
+def swap_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
+    """See `kernels.swap_blocks`: the destination is changed."""
+    for source_block, destination_block in pairs.tolist():
+        destination[:, :, destination_block] = source[:, :, source_block].to(destination.device)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `kernels.paged_attention`. Each row gathers the keys it sees and no other, one row and head at a time."""
+    num_tokens, num_heads, head_size = query.shape
+    _, num_kv_heads, block_size, _ = key_cache.shape
+    result = torch.zeros(num_tokens, num_heads, head_size, dtype=torch.float64, device=query.device)
+    log_sums = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float64, device=query.device)
+    starts, lengths, tables = query_start_loc.tolist(), seq_lens.tolist(), block_tables.tolist()
+    for request, length in enumerate(lengths):
+        q_len = starts[request + 1] - starts[request]
+        for i in range(q_len):
+            position = length - q_len + i
+            last = min(position, length - 1) if causal else length - 1
+            first = max(0, position - sliding_window + 1) if sliding_window is not None else 0
+            visible = range(first, last + 1)
+            blocks = [tables[request][j // block_size] for j in visible]
+            offsets = [j % block_size for j in visible]
+            keys = key_cache[blocks, :, offsets].double()  # [visible, Hkv, D]
+            values = value_cache[blocks, :, offsets].double()
+            for head in range(num_heads):
+                kv_head = head // (num_heads // num_kv_heads)
+                row = query[starts[request] + i, head].double()
+                scores = scale * (keys[:, kv_head] @ row)
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if alibi_slopes is not None:
+                    distance = torch.tensor([j - position for j in visible], dtype=torch.float64, device=query.device)
+                    scores = scores + alibi_slopes[head].double() * distance
+                candidates = scores if sinks is None else torch.cat((scores, sinks[head : head + 1].double()))
+                if len(candidates) == 0:
+                    continue
+                log_sum = torch.logsumexp(candidates, dim=0)
+                log_sums[starts[request] + i, head] = log_sum
+                if len(scores) > 0:
+                    result[starts[request] + i, head] = torch.exp(scores - log_sum) @ values[:, kv_head]
+    if lse is not None:
+        lse.copy_(log_sums)
+    return result if out is None else out.copy_(result)
