@@ -1,0 +1,155 @@
+// Paged attention: softmax(scale q k^T, masked) v over keys and values in cache blocks, for a batch of prefills, chunks and
+// decodes at once (Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention", 2023). This file turns
+// the arguments into launches; the kernels are in paged_attention_{simple,decode,prefill}.cu.
+//
+// Layout     query, out [T, Hq, D], tokens and heads strided; caches [N, Hkv, B, D], a (block, head) tile contiguous; key j of
+//            request r lies in block block_tables[r, j / B] at offset j % B; query head h reads KV head h / G.
+// Row i      of a request with q queries and a length of s is at position s - q + i. It sees keys j <= position (all j < s
+//            when not causal), and no more than the last `window` of them up to its own.
+// Score      scale q.k, then softcap c tanh(x / c), then + slope (j - position); masked is -inf; a sink is one more logit of
+//            the row, without a value. lse is the natural logarithm of the denominator, sink included.
+// Paths      0 auto: requests of one query token take the decode kernel, the others the prefill kernel; which is which is
+//            found on the device, so both are launched where the batch may hold both, and a captured graph may be replayed
+//            with other lengths up to max_query_len and max_seq_len. 1 simple, 2 decode, 3 prefill: all rows.
+// Built for  any D from 1 to 256 (rows of whole 16-byte vectors are faster), any block size, any G, 16 and 32 bit floats.
+#include <algorithm>
+
+#include "paged_attention.cuh"
+
+namespace research_engine::cuda {
+namespace {
+
+constexpr const char* kOp = "paged_attention";
+enum Path { kAuto = 0, kSimple = 1, kDecode = 2, kPrefill = 3 };
+
+// How the decode kernel cuts its rows.
+struct SplitPlan {
+  int64_t rows = 0, size = INT32_MAX, count = 1;
+  int64_t workspace = 0;  // float32 elements
+};
+
+constexpr int64_t kMinSplit = 256;    // keys below which a split is not worth its merge
+constexpr int64_t kSplitMultiple = 64;
+constexpr int64_t kBlocksPerSm = 4;   // thread blocks that keep a multiprocessor busy
+
+int64_t multiprocessors(int device) {
+  int count = 0;
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), kOp);
+  return count;
+}
+
+// `limit` bounds the number of splits that the op may choose itself; a fixed split_size is not bent.
+SplitPlan plan_splits(const PagedAttention& args, int64_t limit) {
+  SplitPlan plan;
+  plan.rows = args.path == kDecode ? args.query.shape[0] : args.seq_lens.shape[0];
+  if (args.path == kSimple || args.path == kPrefill || plan.rows == 0 || args.max_seq_len <= 1) return plan;
+  const int64_t keys = args.max_seq_len;
+  const bool windowed = args.causal && args.sliding_window > 0 && args.sliding_window < keys;
+  const int64_t seen = windowed ? args.sliding_window : keys;  // most keys that one row sees
+  const int64_t num_heads = args.query.shape[1], num_kv_heads = args.key_cache.shape[1];
+
+  if (args.split_size > 0) {
+    plan.size = args.split_size;
+  } else {
+    const int64_t blocks = plan.rows * num_kv_heads * decode_head_groups(static_cast<int>(num_heads / num_kv_heads));
+    const int64_t wanted = ceil_div(kBlocksPerSm * multiprocessors(args.query.device), blocks);
+    // A window rarely starts at a split's start, which takes one split more.
+    const int64_t count = std::min({wanted, ceil_div(seen, kMinSplit), limit - (windowed ? 1 : 0)});
+    if (count <= 1) return plan;
+    plan.size = ceil_div(ceil_div(seen, count), kSplitMultiple) * kSplitMultiple;
+  }
+  plan.size = std::min<int64_t>(plan.size, INT32_MAX / 2);
+  plan.count = std::min(ceil_div(keys, plan.size), ceil_div(seen, plan.size) + (windowed ? 1 : 0));
+  if (plan.count > 1) plan.workspace = plan.rows * num_heads * plan.count * (args.query.shape[2] + 2);
+  return plan;
+}
+
+SplitPlan plan_within_workspace(const PagedAttention& args) {
+  const SplitPlan plan = plan_splits(args, INT32_MAX);
+  const int64_t available = args.workspace ? args.workspace.numel() : 0;
+  if (plan.workspace <= available) return plan;
+  if (args.split_size > 0) {
+    throw std::runtime_error("paged_attention: split_size " + std::to_string(args.split_size) + " needs a workspace of " +
+                             std::to_string(plan.workspace) + " float32, got " + std::to_string(available));
+  }
+  return plan_splits(args, available / (plan.workspace / plan.count));
+}
+
+AttentionParams make_params(const PagedAttention& args) {
+  AttentionParams p{};
+  p.query = args.query.data;
+  p.key_cache = args.key_cache.data;
+  p.value_cache = args.value_cache.data;
+  p.block_tables = args.block_tables.ptr<const int32_t>();
+  p.query_start_loc = args.query_start_loc.ptr<const int32_t>();
+  p.seq_lens = args.seq_lens.ptr<const int32_t>();
+  p.out = args.out.data;
+  p.lse = args.lse.ptr<float>();
+  p.alibi_slopes = args.alibi_slopes.ptr<const float>();
+  p.sinks = args.sinks.ptr<const float>();
+  p.workspace = args.workspace.ptr<float>();
+  p.query_token_stride = args.query.strides[0];
+  p.query_head_stride = args.query.strides[1];
+  p.out_token_stride = args.out.strides[0];
+  p.out_head_stride = args.out.strides[1];
+  p.lse_token_stride = args.lse.strides[0];
+  p.lse_head_stride = args.lse.strides[1];
+  p.key_block_stride = args.key_cache.strides[0];
+  p.key_head_stride = args.key_cache.strides[1];
+  p.value_block_stride = args.value_cache.strides[0];
+  p.value_head_stride = args.value_cache.strides[1];
+  p.table_stride = args.block_tables.strides[0];
+  p.num_tokens = args.query.shape[0];
+  p.num_requests = static_cast<int>(args.seq_lens.shape[0]);
+  p.num_query_heads = static_cast<int>(args.query.shape[1]);
+  p.num_kv_heads = static_cast<int>(args.key_cache.shape[1]);
+  p.group_size = p.num_query_heads / p.num_kv_heads;
+  p.head_size = static_cast<int>(args.query.shape[2]);
+  p.block_size = Divisor(static_cast<uint32_t>(args.key_cache.shape[2]));
+  p.scale = args.scale;
+  p.softcap = args.softcap;
+  p.window = static_cast<int>(std::min<int64_t>(args.sliding_window, 1 << 30));
+  p.causal = args.causal;
+  p.vectors = true;
+  for (const TensorView& cache : {args.key_cache, args.value_cache}) {
+    p.vectors = p.vectors && vector_aligned(cache, cache.strides[0]) && vector_aligned(cache, cache.strides[1]) &&
+                vector_aligned(cache, p.head_size);
+  }
+  p.single_queries = args.path == kAuto;
+  return p;
+}
+
+}  // namespace
+
+int64_t paged_attention_workspace(const PagedAttention& args) { return plan_splits(args, INT32_MAX).workspace; }
+
+void paged_attention(const PagedAttention& args, Stream stream) {
+  if (args.query.numel() == 0 || args.seq_lens.shape[0] == 0) return;
+  const int64_t head_size = args.query.shape[2];
+  if (head_size > kMaxHeadSize) {
+    throw std::runtime_error("paged_attention: head size " + std::to_string(head_size) +
+                             " is not built for CUDA; 1 to " + std::to_string(kMaxHeadSize) + " are");
+  }
+  if (args.key_cache.dtype != args.query.dtype || args.value_cache.dtype != args.query.dtype) {
+    throw std::runtime_error("paged_attention: query, key_cache and value_cache must have one dtype on CUDA");
+  }
+  const DeviceGuard guard(args.query.device, kOp);
+  AttentionParams params = make_params(args);
+  const DType dtype = args.query.dtype;
+  switch (args.path) {
+    case kSimple: return launch_simple_attention(params, dtype, stream);
+    case kPrefill: return launch_prefill_attention(params, dtype, stream);
+    case kAuto:
+    case kDecode: break;
+    default: throw std::runtime_error("paged_attention: path " + std::to_string(args.path) +
+                                      " is none of 0 (auto), 1 (simple), 2 (decode), 3 (prefill)");
+  }
+  const SplitPlan plan = plan_within_workspace(args);
+  params.num_rows = plan.rows;
+  params.split_size = static_cast<int>(plan.size);
+  params.num_splits = static_cast<int>(plan.count);
+  launch_decode_attention(params, dtype, stream);
+  if (args.path == kAuto && args.max_query_len > 1) launch_prefill_attention(params, dtype, stream);
+}
+
+}  // namespace research_engine::cuda
