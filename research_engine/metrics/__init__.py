@@ -1,0 +1,25 @@
+"""One definition of each metric, computed from the engine's records alone; docs/metrics.md has the table."""
+
+from __future__ import annotations
+
+from .frames import read_frames, requests_frame, steps_frame
+from .latency import (
+    e2e,
+    inter_token_latencies,
+    is_completed,
+    normalized_latency,
+    queueing_delay,
+    request_token_times,
+    tpot,
+    ttft,
+)
+from .memory import KVUsage, PreemptionCost, kv_usage, preemption_cost
+from .summary import SLO, percentiles, summarize
+from .trace import chrome_trace
+from .validity import arrival_rates, queue_grows
+
+__all__ = [
+    "KVUsage", "PreemptionCost", "SLO", "arrival_rates", "chrome_trace", "e2e", "inter_token_latencies", "is_completed",
+    "kv_usage", "normalized_latency", "percentiles", "preemption_cost", "queue_grows", "queueing_delay", "read_frames",
+    "request_token_times", "requests_frame", "steps_frame", "summarize", "tpot", "ttft",
+]  # fmt: skip

@@ -1,0 +1,81 @@
+"""Whether a run may be believed: did the load arrive as planned, and could the system keep up with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from research_engine.engine.records import Records
+
+VOID_BEYOND = 0.01
+GROWTH = 1.5
+_PARTS = 4
+
+
+class ArrivalRates(NamedTuple):
+    """Requests per second: as scheduled, and as they reached the engine."""
+
+    offered: float
+    achieved: float
+
+    @property
+    def is_void(self) -> bool:
+        """Off by more than 1 %: the load generator was the bottleneck, so latencies say nothing of the system."""
+        return not abs(self.achieved - self.offered) <= VOID_BEYOND * self.offered
+
+
+def arrival_rates(arrivals: Sequence[float], entered: Sequence[float | None], steps: Sequence[tuple[float, float]]) -> ArrivalRates:
+    """Offered and achieved arrival rate of an open-loop run.
+
+    An engine looks at its queue between steps, so a request that arrives during a step is on time when it enters as the step
+    ends; only what comes on top is the load generator's own delay and lowers the achieved rate. A refused request did not
+    arrive.
+
+    Args:
+        arrivals: scheduled, in clock seconds, ascending.
+        entered: when the engine took each, parallel to arrivals; None where it was refused.
+        steps: (started, finished) of every step, ascending.
+
+    Returns:
+        (n - 1) / (last - first) of the scheduled times, and accepted requests over the same span plus the generator's worst
+        delay; infinite for fewer than two arrivals or all at once.
+    """
+    span = arrivals[-1] - arrivals[0] if len(arrivals) > 1 else 0.0
+    if span <= 0:
+        return ArrivalRates(math.inf, math.inf if all(time is not None for time in entered) else 0.0)
+    worst, at = 0.0, 0
+    for arrival, time in zip(arrivals, entered, strict=True):
+        if time is None:
+            continue
+        while at < len(steps) and steps[at][1] < arrival:
+            at += 1
+        due = steps[at][1] if at < len(steps) and steps[at][0] <= arrival else arrival
+        worst = max(worst, time - due)
+    accepted = sum(time is not None for time in entered)
+    return ArrivalRates((len(arrivals) - 1) / span, max(0, accepted - 1) / (span + worst))
+
+
+def queue_grows(records: Records) -> bool:
+    """Unstable: requests come faster than they are served, so latencies depend on how long one looks.
+
+    The time between the first and the last arrival is cut into four parts. The run is unstable when the mean number of
+    requests in the system (running and waiting, over the part's steps) rises from each part to the next and is in the last
+    one at least 1.5 times its mean over the three before.
+    """
+    arrivals = [record.arrival_time for record in records.requests]
+    if len(arrivals) < 2 * _PARTS:
+        return False
+    first, last = min(arrivals), max(arrivals)
+    width = (last - first) / _PARTS
+    if width <= 0:
+        return False
+    counts: list[list[int]] = [[] for _ in range(_PARTS)]
+    for step in records.steps:
+        part = int((step.started - first) / width)
+        if 0 <= part < _PARTS:
+            counts[part].append(step.num_running + step.num_waiting)
+    means = [sum(part) / len(part) if part else 0.0 for part in counts]
+    before = sum(means[:-1]) / (_PARTS - 1)
+    rises = all(left < right for left, right in zip(means, means[1:], strict=False))
+    return rises and means[-1] >= GROWTH * before
