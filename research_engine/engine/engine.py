@@ -232,7 +232,8 @@ class Engine:
             else:
                 request._recomputed += num_tokens
             if result.prompt_logprobs and index in result.prompt_logprobs:
-                request._prompt_logprobs.extend(result.prompt_logprobs[index])
+                known = max(0, len(request._prompt_logprobs) - start)  # from before a preemption
+                request._prompt_logprobs.extend(result.prompt_logprobs[index][known:])
             if draws:
                 outputs.append(self._append(request, token_id, executed, logprobs.get(index) if logprobs else None))
         if self._held_back:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from .contract import TokenLogprobs
     from .text import TextAssembler
 
 
@@ -96,7 +97,7 @@ class Request:
         self._host_block_ids: list[int] = []
         self._digests: list[bytes] = []  # hash chain over the full blocks of _tokens, extended when asked for
         self._published = 0  # leading blocks known to the prefix cache
-        self._prompt_logprobs: list[object] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._admitted_time: float | None = None
         self._first_scheduled_time: float | None = None
         self._first_token_time: float | None = None
@@ -191,6 +192,24 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self._tokens[self._num_prompt :]
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Tokens that end it: its own stop ids and, unless ignore_eos is set, the model's end tokens."""
+        return self._stop_ids
+
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
+        """Entries of the prompt tokens but the first, as far as computed; empty unless its sampling asks for them."""
+        return self._prompt_logprobs
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or the stop token id of its own that ended it; None for an end token or another reason."""
+        if self._text is not None and self._text.stopped_by is not None:
+            return self._text.stopped_by
+        last = self._tokens[-1]
+        return last if self._finish_reason == "stop" and last in self.sampling.stop_token_ids else None
 
     @property
     def admitted_time(self) -> float | None:
