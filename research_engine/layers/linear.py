@@ -21,8 +21,8 @@ _PACKING_ROWS = 512  # the layout oneDNN picks for so many rows is also the fast
 class Linear:
     """``y = x W^T + b`` for ``x [T, K]``, ``W [N, K]``; y has x's dtype.
 
-    ``weight`` (and ``bias [N]``) are filled in place by the loader; ``pack()`` then moves the weight to the fastest layout
-    for its device, after which ``weight`` is gone unless it is shared with another layer.
+    ``weight`` (and ``bias [N]``) are filled in place by the loader; ``pack()`` then moves the weight to the fastest
+    layout for its device, after which ``weight`` is None.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -44,6 +44,7 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
 

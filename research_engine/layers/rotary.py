@@ -18,7 +18,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
         return frequencies / scaling.factor
     if scaling.kind == "factors":
         return frequencies / torch.tensor(scaling.factors, dtype=torch.float32)
-    # llama3: share of the unscaled frequency rises from 0 to 1 as the turns within the original context go from low to high
+    # llama3: the share of the unscaled frequency rises from 0 to 1 as turns within the original context go low to high
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     share = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
     return (1 - share) * frequencies / scaling.factor + share * frequencies
@@ -27,8 +27,8 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
 def cos_sin_table(config: ModelConfig, device: torch.device | str) -> torch.Tensor:
     """float32 ``[max_position_embeddings, D]``: the first half of a row holds cosines, the second half sines.
 
-    The angle is the float32 product of position and frequency, as in the reference implementations: at position 8000 its
-    rounding is some 2e-4 rad, and a better product would give other logits than the ones the weights are judged by.
+    The angle is the float32 product of position and frequency, as in the reference implementations: at position 8000
+    its rounding is some 2e-4 rad, and a better product would give other logits than the ones a model is judged by.
     """
     positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))

@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class ChatTemplate:
-    """One compiled template. A template comes from whoever made the model, so it runs without access to Python's inside."""
+    """One compiled template. It comes from whoever made the model, so it runs without access to Python's inside."""
 
     def __init__(self, source: str, tokens: Mapping[str, str | None]) -> None:
         """``tokens``: what the template knows as ``bos_token`` and ``eos_token``.

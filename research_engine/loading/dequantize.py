@@ -68,8 +68,8 @@ def _q8_0(blocks: np.ndarray) -> np.ndarray:
 def _q4_k(blocks: np.ndarray) -> np.ndarray:
     n = len(blocks)
     d, d_min = _half(blocks[:, :2]), _half(blocks[:, 2:4])
-    # 12 bytes hold two rows of eight 6-bit numbers: the first four of each in the low bits of bytes 0-3 and 4-7; the last
-    # four of each as nibbles of bytes 8-11, with the top two bits of bytes 0-3 and 4-7 on top
+    # 12 bytes hold two rows of eight 6-bit numbers: the first four of each in the low bits of bytes 0-3 and 4-7; the
+    # last four of each as nibbles of bytes 8-11, with the top two bits of bytes 0-3 and 4-7 on top
     a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = d * np.concatenate((a & 63, (c & 15) | (a >> 6 << 4)), axis=-1).astype(np.float32)  # [n, 8]
     mins = d_min * np.concatenate((b & 63, (c >> 4) | (b >> 6 << 4)), axis=-1).astype(np.float32)
@@ -79,7 +79,9 @@ def _q4_k(blocks: np.ndarray) -> np.ndarray:
 
 def _q6_k(blocks: np.ndarray) -> np.ndarray:
     n = len(blocks)
-    low = _nibbles(blocks[:, :128].reshape(n, 2, 64)).reshape(n, 2, 4, 32)  # two halves of 128 weights, four runs of 32 each
+    low = _nibbles(blocks[:, :128].reshape(n, 2, 64)).reshape(
+        n, 2, 4, 32
+    )  # two halves of 128 weights, four runs of 32 each
     pairs = blocks[:, 128:192].reshape(n, 2, 1, 32)
     high = pairs >> np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1) & 3
     q = (low | high << 4).astype(np.float32).reshape(n, 16, 16) - 32
@@ -97,7 +99,7 @@ GGML_TYPES = {
     14: GgmlType("Q6_K", 256, 210, _q6_k),
     30: GgmlType("BF16", 1, 2, _bf16),
 }
-"""By the number that a file gives. Every format llama.cpp has and this table has not is refused by name of the tensor."""
+"""By the number that a file gives. A tensor in any other of llama.cpp's formats is refused by name."""
 
 _CHUNK_WEIGHTS = 1 << 22  # bounds the temporaries of a large tensor
 

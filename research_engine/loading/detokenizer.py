@@ -1,7 +1,7 @@
 """Turns tokens into text as they come, at a cost per token that does not grow with the text.
 
-Two families of decoders cover the models served: byte-level BPE (GPT-2, Llama 3, SmolLM2, Qwen), where a token is a run of
-bytes, and SentencePiece with byte fallback (Llama 2, Mistral), where it is text with U+2581 for a space, or one byte.
+Two families of decoders cover the models served: byte-level BPE (GPT-2, Llama 3, SmolLM2, Qwen), where a token is a run
+of bytes, and SentencePiece with byte fallback (Llama 2, Mistral), where it is text with U+2581 for a space, or a byte.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class ByteLevelStream:
 
 
 class SentencePieceStream:
-    """Pieces with U+2581 for spaces. A run of byte tokens is final when it ends: it becomes text if all of it is UTF-8, and
-    one U+FFFD a byte otherwise. ``strip`` spaces are taken off the beginning of the text."""
+    """Pieces with U+2581 for spaces. A run of byte tokens is final when it ends: it becomes text if all of it is UTF-8,
+    and one U+FFFD a byte otherwise. ``strip`` spaces are taken off the beginning of the text."""
 
     def __init__(self, pieces: _Pieces, skip_special_tokens: bool, strip: int) -> None:
         self._pieces = pieces
@@ -133,15 +133,23 @@ def decode_stream_factory(backend: tokenizers.Tokenizer) -> Callable[[bool], Dec
         LoadError: the decoder is of neither family.
     """
     pieces = _Pieces(backend)
-    decoder: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
+    decoder: dict[str, Any] = (
+        json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
+    )
     if decoder["type"] == "ByteLevel":
         return lambda skip: ByteLevelStream(pieces, skip)
     steps = decoder.get("decoders", [])
     kinds = [step["type"] for step in steps]
-    if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and steps[0]["pattern"] == {"String": "▁"} and steps[0]["content"] == " ":
+    if (
+        kinds[:3] == ["Replace", "ByteFallback", "Fuse"]
+        and steps[0]["pattern"] == {"String": "▁"}
+        and steps[0]["content"] == " "
+    ):
         if len(steps) == 3:
             return lambda skip: SentencePieceStream(pieces, skip, 0)
         if kinds[3:] == ["Strip"] and steps[3]["content"] == " " and steps[3]["stop"] == 0:
             return lambda skip: SentencePieceStream(pieces, skip, steps[3]["start"])
-    raise LoadError(f"the tokenizer's decoder {decoder['type']} {kinds or ''} is not supported; supported: ByteLevel, and "
-                    "Replace, ByteFallback, Fuse, Strip in this order")
+    raise LoadError(
+        f"the tokenizer's decoder {decoder['type']} {kinds or ''} is not supported; supported: ByteLevel, and "
+        "Replace, ByteFallback, Fuse, Strip in this order"
+    )

@@ -24,24 +24,55 @@ class DummyModel:
 DUMMY_MODELS = {
     "dummy:tiny": DummyModel(
         ModelConfig(
-            architecture="LlamaForCausalLM", vocab_size=259, hidden_size=128, intermediate_size=256, num_layers=2,
-            num_heads=4, num_kv_heads=2, head_dim=32, rms_norm_eps=1e-5, rope_theta=10000.0,
-            max_position_embeddings=8192, bos_token_id=257, eos_token_ids=(258,),
+            architecture="LlamaForCausalLM",
+            vocab_size=259,
+            hidden_size=128,
+            intermediate_size=256,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            rms_norm_eps=1e-5,
+            rope_theta=10000.0,
+            max_position_embeddings=8192,
+            bos_token_id=257,
+            eos_token_ids=(258,),
         ),
         has_tokenizer=True,
     ),
     "dummy:smollm2-135m": DummyModel(
         ModelConfig(
-            architecture="LlamaForCausalLM", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30,
-            num_heads=9, num_kv_heads=3, head_dim=64, rms_norm_eps=1e-5, rope_theta=100000.0,
-            max_position_embeddings=8192, tie_word_embeddings=True, bos_token_id=1, eos_token_ids=(2,),
+            architecture="LlamaForCausalLM",
+            vocab_size=49152,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_layers=30,
+            num_heads=9,
+            num_kv_heads=3,
+            head_dim=64,
+            rms_norm_eps=1e-5,
+            rope_theta=100000.0,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+            bos_token_id=1,
+            eos_token_ids=(2,),
         )
     ),
     "dummy:llama3-8b": DummyModel(
         ModelConfig(
-            architecture="LlamaForCausalLM", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32,
-            num_heads=32, num_kv_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=500000.0,
-            max_position_embeddings=131072, bos_token_id=128000, eos_token_ids=(128001, 128008, 128009),
+            architecture="LlamaForCausalLM",
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_layers=32,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            rms_norm_eps=1e-5,
+            rope_theta=500000.0,
+            max_position_embeddings=131072,
+            bos_token_id=128000,
+            eos_token_ids=(128001, 128008, 128009),
             rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 8192),
         )
     ),
@@ -52,7 +83,7 @@ _CHUNK = 1 << 22
 
 
 class DummyCheckpoint:
-    """Uniform weights of variance 1 / fan-in (norms: ones; biases: zeros), so that activations keep their size at any width.
+    """Uniform weights of variance 1 / fan-in (norms: ones, biases: zeros): activations keep their size at any width.
 
     A weight depends on the seed, its tensor's name and its index alone: the same on every device and in every dtype.
     """

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class LoadError(ValueError):
-    """A model could not be found, fetched or read; the message names the file, the tensor or the choice that is missing."""
+    """A model could not be found, fetched or read; the message names the file, the tensor or the choices."""

@@ -68,7 +68,7 @@ class GgufFile:
             self._data = np.memmap(path, dtype=np.uint8, mode="r")
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise LoadError(f"{path}: cannot be read as a GGUF file: {error}") from error
-        self._bytes = memoryview(self._data)
+        self._bytes = self._data.data
         self._pos = 0
         if len(self._bytes) < 4 or bytes(self._bytes[:4]) != b"GGUF":
             raise LoadError(f"{path}: not a GGUF file, it does not begin with the letters GGUF")
@@ -105,8 +105,10 @@ class GgufFile:
         end_before, before = 0, ""
         for entry in sorted(self.tensors.values(), key=lambda entry: entry.start):
             if entry.start + entry.num_bytes > len(self._bytes):
-                raise LoadError(f"{self.path}: truncated, tensor {entry.name!r} ends at byte {entry.start + entry.num_bytes} "
-                                f"and the file at {len(self._bytes)}")
+                raise LoadError(
+                    f"{self.path}: truncated, tensor {entry.name!r} ends at byte {entry.start + entry.num_bytes} "
+                    f"and the file at {len(self._bytes)}"
+                )
             if entry.start < end_before:
                 raise LoadError(f"{self.path}: corrupt, tensors {before!r} and {entry.name!r} overlap")
             end_before, before = entry.start + entry.num_bytes, entry.name
@@ -114,8 +116,10 @@ class GgufFile:
     def _take(self, size: int, what: str) -> memoryview:
         """The next ``size`` bytes; moves on."""
         if size > len(self._bytes) - self._pos:
-            raise LoadError(f"{self.path}: truncated or corrupt, {what} needs {size} bytes at {self._pos} and the file "
-                            f"ends at {len(self._bytes)}")
+            raise LoadError(
+                f"{self.path}: truncated or corrupt, {what} needs {size} bytes at {self._pos} and the file "
+                f"ends at {len(self._bytes)}"
+            )
         taken = self._bytes[self._pos : self._pos + size]
         self._pos += size
         return taken
@@ -140,8 +144,9 @@ class GgufFile:
             if kind in _SCALARS:
                 size = struct.calcsize("<" + _SCALARS[kind])
                 return list(struct.unpack(f"<{count}{_SCALARS[kind]}", self._take(count * size, what)))
-            if kind in (_STRING, _ARRAY):
-                return [self._value(kind, what) for _ in range(count)]
+            if kind == _STRING:
+                return [self._string(what) for _ in range(count)]
+            raise LoadError(f"{self.path}: corrupt, {what} is an array of the unknown type {kind}")
         raise LoadError(f"{self.path}: corrupt, {what} has the unknown type {kind}")
 
     def _table_row(self, index: int) -> TensorEntry:
@@ -155,11 +160,15 @@ class GgufFile:
         number, start = self._scalar("I", what), self._scalar("Q", what)
         kind = GGML_TYPES.get(number)
         if kind is None:
-            raise LoadError(f"{self.path}: tensor {name!r} has the unsupported type {_type_name(number)}; supported: "
-                            + ", ".join(sorted(kind.name for kind in GGML_TYPES.values())))
+            raise LoadError(
+                f"{self.path}: tensor {name!r} has the unsupported type {_type_name(number)}; supported: "
+                + ", ".join(sorted(kind.name for kind in GGML_TYPES.values()))
+            )
         if 0 in shape or shape[-1] % kind.block_weights:
-            raise LoadError(f"{self.path}: corrupt, tensor {name!r} of type {kind.name} has the shape {list(shape)}; rows must "
-                            f"be multiples of {kind.block_weights}")
+            raise LoadError(
+                f"{self.path}: corrupt, tensor {name!r} of type {kind.name} has the shape {list(shape)}; rows must "
+                f"be multiples of {kind.block_weights}"
+            )
         return TensorEntry(name, shape, kind, start, prod(shape) // kind.block_weights * kind.block_bytes)
 
 
@@ -185,7 +194,9 @@ class GgufCheckpoint:
     def read(self, name: str, device: torch.device) -> torch.Tensor:
         """One tensor, dequantised to float32."""
         entry = self._entries[name]
-        with np.errstate(invalid="ignore", over="ignore"):  # corrupt scales: found by the loader, which names the tensor
+        with np.errstate(
+            invalid="ignore", over="ignore"
+        ):  # corrupt scales: found by the loader, which names the tensor
             weight = dequantize(self._file.raw(entry), entry.kind).reshape(entry.shape)
         heads = self._heads.get(entry.name.split(".")[2] if entry.name.startswith("blk.") else "")
         return (weight if heads is None else _unpermute(weight, heads)).to(device)
@@ -198,7 +209,7 @@ def rope_factors(file: GgufFile) -> tuple[float, ...]:
 
 
 def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """llama.cpp rotates neighbouring pairs, so its files hold rows (i, i + D/2) of each head side by side: put them back."""
+    """llama.cpp rotates neighbours, so its files hold rows i and i + D/2 of each head side by side: put them back."""
     half = weight.shape[0] // heads // 2
     return weight.reshape(heads, half, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 

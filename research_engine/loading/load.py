@@ -35,7 +35,9 @@ def load_config(source: ModelSource) -> ModelConfig:
     try:
         if source.format == "safetensors":
             generation = source.file("generation_config.json")
-            config = ModelConfig.from_hf(read_json(source.file("config.json")), read_json(generation) if generation.exists() else None)
+            config = ModelConfig.from_hf(
+                read_json(source.file("config.json")), read_json(generation) if generation.exists() else None
+            )
         else:
             from research_engine.loading.gguf import GgufFile, rope_factors
 
@@ -57,7 +59,9 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
     if source.format == "dummy":
         if not DUMMY_MODELS[source.name].has_tokenizer:
-            raise LoadError(f"{source.name} has no tokenizer: pass token ids and skip_tokenizer_init=True, or use dummy:tiny")
+            raise LoadError(
+                f"{source.name} has no tokenizer: pass token ids and skip_tokenizer_init=True, or use dummy:tiny"
+            )
         return tokenizer.byte_tokenizer()
     if source.format == "gguf":
         from research_engine.loading.gguf import GgufFile
@@ -66,8 +70,9 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     return tokenizer.tokenizer_from_directory(source.location, load_config(source).eos_token_ids)
 
 
-def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0,
-               progress: bool = True) -> LlamaForCausalLM:
+def load_model(
+    source: ModelSource, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0, progress: bool = True
+) -> LlamaForCausalLM:
     """Build the model and fill it. ``seed`` is for dummy weights.
 
     Args:
@@ -99,8 +104,12 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device 
             for name in bar.track(views, description=f"loading {source.name}"):
                 _fill(views[name], name, checkpoint, device)
         for name, value in derived.items():
-            if not torch.allclose(checkpoint.read(name, device).float(), value.to(device).float(), rtol=1e-2, atol=1e-6):
-                raise LoadError(f"{checkpoint.location}: tensor {name!r} contradicts the value that follows from the configuration")
+            if not torch.allclose(
+                checkpoint.read(name, device).float(), value.to(device).float(), rtol=1e-2, atol=1e-6
+            ):
+                raise LoadError(
+                    f"{checkpoint.location}: tensor {name!r} contradicts the value that follows from the configuration"
+                )
         del views
         model.prepare()
     return model
@@ -128,19 +137,25 @@ def _check_names(checkpoint: Checkpoint, views: dict[str, torch.Tensor], derived
         raise LoadError(f"{checkpoint.location}: missing {_listing(missing)}")
     unexpected = [name for name in shapes if name not in views and name not in derived]
     if unexpected:
-        raise LoadError(f"{checkpoint.location}: unexpected {_listing(unexpected)}; the model has no place for it, and leaving it "
-                        "out could change results")
+        raise LoadError(
+            f"{checkpoint.location}: unexpected {_listing(unexpected)}; the model has no place for it, and leaving it "
+            "out could change results"
+        )
     for name, value in {**derived, **views}.items():
         if shapes[name] != tuple(value.shape):
-            raise LoadError(f"{checkpoint.location}: tensor {name!r} has the shape {list(shapes[name])}, the configuration asks "
-                            f"for {list(value.shape)}")
+            raise LoadError(
+                f"{checkpoint.location}: tensor {name!r} has the shape {list(shapes[name])}, the configuration asks "
+                f"for {list(value.shape)}"
+            )
 
 
 def _fill(view: torch.Tensor, name: str, checkpoint: Checkpoint, device: torch.device) -> None:
     view.copy_(checkpoint.read(name, device))
     if not bool(view.isfinite().all()):
-        raise LoadError(f"{checkpoint.location}: tensor {name!r} holds values that are not finite in {view.dtype}: corrupt, or too "
-                        "large for this dtype")
+        raise LoadError(
+            f"{checkpoint.location}: tensor {name!r} holds values that are not finite in {view.dtype}: corrupt, or too "
+            "large for this dtype"
+        )
 
 
 def _listing(names: list[str]) -> str:

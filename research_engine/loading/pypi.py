@@ -135,8 +135,10 @@ def _pip_download(key: str, scratch: Path, total: int | None, progress: bool) ->
     if pip.returncode != 0 or len(wheels) != 1:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR") or "No module named" in line] or lines[-1:]
+        if any("Retrying" in line for line in lines):
+            errors = ["the package index cannot be reached.", *errors]
         raise LoadError(
-            f"pypi:{key}: not in the cache, and pip could not download it: {' '.join(errors[-2:]) or 'no output'}; "
+            f"pypi:{key}: not in the cache, and pip could not download it: {' '.join(errors[:2]) or 'no output'}; "
             "check the network and the name, or give a local directory or .gguf file, or dummy:tiny, which needs "
             "no download"
         )

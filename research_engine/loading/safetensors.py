@@ -29,7 +29,9 @@ class SafetensorsCheckpoint:
         self._shapes: dict[str, tuple[int, ...]] = {}
         index = directory / INDEX
         placed = _read_index(index) if index.exists() else None
-        for path in [_single(directory)] if placed is None else [directory / name for name in sorted(set(placed.values()))]:
+        for path in (
+            [_single(directory)] if placed is None else [directory / name for name in sorted(set(placed.values()))]
+        ):
             if not path.exists():
                 raise LoadError(f"{path}: missing, although {INDEX} names it; fetch the model again")
             try:
@@ -40,7 +42,9 @@ class SafetensorsCheckpoint:
                 raise LoadError(f"{path}: truncated or corrupt: {error}") from error
             for name in names:
                 if placed is not None and placed.get(name) != path.name:
-                    raise LoadError(f"{path}: holds tensor {name!r}, which {INDEX} places in {placed.get(name, 'no file')}")
+                    raise LoadError(
+                        f"{path}: holds tensor {name!r}, which {INDEX} places in {placed.get(name, 'no file')}"
+                    )
             self._files |= dict.fromkeys(names, file)
             self._shapes |= shapes
         absent = sorted(set(placed or ()) - set(self._files))

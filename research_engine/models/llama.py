@@ -1,4 +1,4 @@
-"""The Llama family (Touvron et al. 2023): a pre-norm transformer with rotary positions, grouped-query attention and SwiGLU.
+"""The Llama family (Touvron et al. 2023): pre-norm transformer, rotary positions, grouped-query attention, SwiGLU.
 
 Shape letters: T tokens of the step (all requests, no padding), S rows that sample, H hidden size, I intermediate size,
 Hq query heads, Hkv KV heads, D head size, V vocabulary.
@@ -67,7 +67,7 @@ class LlamaForCausalLM:
         self.cos_sin = cos_sin_table(config, self.device)
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Checkpoint name (Hugging Face's) -> the view it must be copied into. Every one is needed; valid until ``prepare()``."""
+        """Hugging Face's name -> the view to copy the tensor into. Every one is needed; valid until ``prepare()``."""
         views = {"model.embed_tokens.weight": self.embedding.weight, "model.norm.weight": self.norm}
         if not self.config.tie_word_embeddings:
             views["lm_head.weight"] = self.lm_head.parameters()["weight"]
@@ -76,7 +76,7 @@ class LlamaForCausalLM:
         return views
 
     def derived(self) -> dict[str, torch.Tensor]:
-        """Names that some checkpoints carry although they follow from the rest: what their values must be, after loading."""
+        """Tensors that some checkpoints carry although they follow from the rest, with the values they must have."""
         config = self.config
         frequencies = inverse_frequencies(config.head_dim, config.rope_theta)  # stored before any context extension
         values = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": frequencies for i in range(config.num_layers)}
@@ -93,7 +93,7 @@ class LlamaForCausalLM:
 
     @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionMetadata) -> torch.Tensor:
-        """Run one step over a ragged batch: ``token_ids``, ``positions`` int64 ``[T]`` -> hidden states ``[T, H]``, normed.
+        """One step over a ragged batch: ``token_ids``, ``positions`` int64 ``[T]`` -> hidden states ``[T, H]``, normed.
 
         Mutates the cache: this step's keys and values are written to their slots before they are attended to.
         """
@@ -114,8 +114,15 @@ class LlamaForCausalLM:
             kernels.fused_add_rms_norm(hidden_TH, residual_TH, next_norm, eps)
         return hidden_TH
 
-    def _attend(self, layer: Layer, hidden_TH: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor,
-                attention: AttentionMetadata, out_THqD: torch.Tensor) -> None:
+    def _attend(
+        self,
+        layer: Layer,
+        hidden_TH: torch.Tensor,
+        positions: torch.Tensor,
+        cache: torch.Tensor,
+        attention: AttentionMetadata,
+        out_THqD: torch.Tensor,
+    ) -> None:
         """Mutates ``cache [2, N, Hkv, B, D]`` and ``out_THqD``."""
         config, num_tokens = self.config, hidden_TH.shape[0]
         q, k, v = layer.qkv(hidden_TH).split(layer.qkv.sizes, dim=-1)
@@ -126,8 +133,16 @@ class LlamaForCausalLM:
         kernels.rotary_embedding(positions, q_THqD, k_THkvD, self.cos_sin)
         kernels.reshape_and_cache(k_THkvD, v_THkvD, key_cache, value_cache, attention.slot_mapping)
         kernels.paged_attention(
-            q_THqD, key_cache, value_cache, attention.block_tables, attention.query_start_loc, attention.seq_lens,
-            scale=self.scale, out=out_THqD, max_query_len=attention.max_query_len, max_seq_len=attention.max_seq_len,
+            q_THqD,
+            key_cache,
+            value_cache,
+            attention.block_tables,
+            attention.query_start_loc,
+            attention.seq_lens,
+            scale=self.scale,
+            out=out_THqD,
+            max_query_len=attention.max_query_len,
+            max_seq_len=attention.max_seq_len,
         )
 
     @torch.inference_mode()

@@ -11,10 +11,12 @@ from research_engine.models.llama import LlamaForCausalLM
 
 
 class PagedRun:
-    """A few requests side by side. Blocks are handed out in shuffled order and start as NaN, so that a read of a slot that was
-    never written shows."""
+    """A few requests side by side. Blocks are handed out in shuffled order and start as NaN, so that a read of a slot
+    that was never written shows."""
 
-    def __init__(self, model: LlamaForCausalLM, num_requests: int, max_len: int, block_size: int = 16, seed: int = 0) -> None:
+    def __init__(
+        self, model: LlamaForCausalLM, num_requests: int, max_len: int, block_size: int = 16, seed: int = 0
+    ) -> None:
         self.model, self.block_size = model, block_size
         per_request = -(-max_len // block_size)
         num_blocks = num_requests * per_request + 1
@@ -22,19 +24,22 @@ class PagedRun:
         self.tables = order.reshape(num_requests, per_request).to(torch.int32)
         config = model.config
         self.cache = torch.full(
-            (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.head_dim), float("nan"),
-            dtype=model.dtype, device=model.device,
+            (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.head_dim),
+            float("nan"),
+            dtype=model.dtype,
+            device=model.device,
         )
         self.lengths = [0] * num_requests
 
     def step(self, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Feed each request its next tokens (none: it sits out); logits ``[len(tokens[r]), V]`` of every row. Mutates the cache."""
+        """Feed each request its next tokens (none: it sits out); logits ``[len(tokens[r]), V]``. Mutates the cache."""
         rows = [r for r, new in enumerate(tokens) if new]
         flat = [token for r in rows for token in tokens[r]]
         positions = [self.lengths[r] + i for r in rows for i in range(len(tokens[r]))]
         slots = [
             int(self.tables[r, p // self.block_size]) * self.block_size + p % self.block_size
-            for r in rows for p in range(self.lengths[r], self.lengths[r] + len(tokens[r]))
+            for r in rows
+            for p in range(self.lengths[r], self.lengths[r] + len(tokens[r]))
         ]
         counts = [len(tokens[r]) for r in rows]
         for r in rows:
@@ -50,7 +55,9 @@ class PagedRun:
             max_query_len=max(counts),
             max_seq_len=max(seq_lens),
         )
-        hidden = self.model.forward(torch.tensor(flat, device=device), torch.tensor(positions, device=device), attention)
+        hidden = self.model.forward(
+            torch.tensor(flat, device=device), torch.tensor(positions, device=device), attention
+        )
         parts = iter(self.model.compute_logits(hidden).split(counts))
         return [next(parts) if new else torch.empty(0) for new in tokens]
 
