@@ -137,8 +137,8 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """End a request, or all continuations of one, wherever they are; says whether any was still live."""
-        group = self._groups.get(request_id, ())
-        for request in list(group):
+        group = list(self._groups.get(request_id, ()))
+        for request in group:
             self._finish(request, "abort", self.clock.now())
         return bool(group)
 
