@@ -1,4 +1,4 @@
-"""Block tables of running requests as one int32 array that is kept from step to step, so that a step writes what changed."""
+"""Block tables of running requests as one int32 array, kept from step to step, so that a step writes what changed."""
 
 from __future__ import annotations
 

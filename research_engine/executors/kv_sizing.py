@@ -28,10 +28,12 @@ def free_host_memory() -> int:
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
         if "MemAvailable" in fields:
             free = int(fields["MemAvailable"].split()[0]) * 1024
-    for limit, used in ((_CGROUP / "memory.max", _CGROUP / "memory.current"),
-                        (_CGROUP / "memory/memory.limit_in_bytes", _CGROUP / "memory/memory.usage_in_bytes")):  # fmt: skip
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
         try:
-            free = min(free, int(limit.read_text()) - int(used.read_text()))
+            free = min(free, int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text()))
         except (OSError, ValueError):  # no such file, or "max"
             continue
     return max(0, free)

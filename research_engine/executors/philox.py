@@ -1,7 +1,7 @@
 """Random numbers that depend on (seed, position) alone: Philox4x32-10, a counter-based generator, vectorised in numpy.
 
-Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. No state is kept, so a draw is the same
-whatever was drawn before it, in which batch, after which preemption.
+Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. No state is kept, so a draw is the
+same whatever was drawn before it, in which batch, after which preemption.
 """
 
 from __future__ import annotations

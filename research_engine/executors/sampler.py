@@ -60,7 +60,9 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> SampledTokens:
                 token_ids[row] = token_id
         if original is None:
             return SampledTokens(token_ids)
-        entries = token_logprobs(original, [token_ids[row] for row in asking], [params[row].logprobs or 0 for row in asking])
+        entries = token_logprobs(
+            original, [token_ids[row] for row in asking], [params[row].logprobs or 0 for row in asking]
+        )
         return SampledTokens(token_ids, dict(zip(asking, entries, strict=True)))
     return SampledTokens(_argmax(logits, requests))
 
@@ -87,9 +89,8 @@ def _check(logits: torch.Tensor, requests: Sequence[Request], largest: torch.Ten
     request, value = requests[row], float(largest[row])
     if value == -torch.inf:
         raise ValueError(f"request {request.id!r}: no token is left to draw, all {logits.shape[-1]} logits are -inf")
-    raise ValueError(
-        f"request {request.id!r}: the model's logits at position {request.num_tokens} hold {'NaN' if value != value else 'inf'}"
-    )
+    what = "NaN" if value != value else "inf"
+    raise ValueError(f"request {request.id!r}: the model's logits at position {request.num_tokens} hold {what}")
 
 
 def _changes_logits(request: Request) -> bool:
@@ -126,12 +127,16 @@ def _draw(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
     cut = [row for row, p in enumerate(params) if top_k[row] < vocab_size or p.top_p < 1.0 or p.min_p > 0.0]
     if cut:
         few = weights[cut]
-        kept = _kept(few, [top_k[row] for row in cut], [params[row].top_p for row in cut], [params[row].min_p for row in cut])
+        kept = _kept(
+            few, [top_k[row] for row in cut], [params[row].top_p for row in cut], [params[row].min_p for row in cut]
+        )
         weights[cut] = few.masked_fill_(~kept, 0.0)
     mass = weights.cumsum_(-1)
     total = mass[:, -1]
     u = torch.from_numpy(uniform([r.seed for r in requests], [r.num_tokens for r in requests])).to(device)
-    target = torch.minimum(u * total, total.nextafter(torch.zeros_like(total)))  # below the total, whatever the rounding
+    target = torch.minimum(
+        u * total, total.nextafter(torch.zeros_like(total))
+    )  # below the total, whatever the rounding
     drawn: list[int] = torch.searchsorted(mass, target.unsqueeze(-1), right=True).squeeze(-1).tolist()
     return drawn
 

@@ -38,7 +38,9 @@ class Decoder(Protocol):
     dtype: torch.dtype
     device: torch.device
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionMetadata) -> torch.Tensor: ...
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionMetadata
+    ) -> torch.Tensor: ...
 
     def compute_logits(self, hidden_SH: torch.Tensor) -> torch.Tensor: ...
 
@@ -88,7 +90,9 @@ class TorchExecutor:
         logprobs: dict[int, TokenLogprobs] = {}
         drawing = [index for index, row in enumerate(rows) if row.draws]
         if drawing:
-            drawn_hidden = hidden_TH if len(drawing) == len(hidden_TH) else hidden_TH[self._to_device(ends[drawing] - 1)]
+            drawn_hidden = (
+                hidden_TH if len(drawing) == len(hidden_TH) else hidden_TH[self._to_device(ends[drawing] - 1)]
+            )
             logits_SV = self._model.compute_logits(drawn_hidden)
             sampled = sample(logits_SV, [rows[index].request for index in drawing])
             for index, token_id in zip(drawing, sampled.token_ids, strict=True):
@@ -146,7 +150,7 @@ class TorchExecutor:
     def _prompt_logprobs(
         self, model: Decoder, rows: Sequence[ScheduledRequest], hidden_TH: torch.Tensor, ends: np.ndarray
     ) -> Mapping[int, Sequence[TokenLogprobs]]:
-        """For rows that ask: entries of prompt tokens start + 1 ..., as far as the row's logits predict prompt tokens."""
+        """For rows that ask: entries of prompt tokens start + 1 ..., as far as the row's logits predict such."""
         entries: dict[int, list[TokenLogprobs]] = {}
         for index, row in enumerate(rows):
             wanted = row.request.sampling.prompt_logprobs

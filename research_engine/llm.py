@@ -1,0 +1,436 @@
+"""Where the parts are put together: options -> model, scheduler, executor, engine; and `LLM`, the offline front on top.
+
+`build_engine` is the one place that does it; experiments and the server call it, too.
+"""
+
+from __future__ import annotations
+
+import operator
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from research_engine.engine.config import EngineConfig
+from research_engine.engine.contract import Clock, TokenLogprobs
+from research_engine.engine.engine import Engine
+from research_engine.engine.records import Records, RequestRecord
+from research_engine.engine.request import Request
+from research_engine.engine.sampling_params import SamplingParams
+from research_engine.options import EngineOptions, OptionError, choose_device, choose_dtype
+from research_engine.outputs import CompletionOutput, Logprob, RequestOutput, merged_record
+
+if TYPE_CHECKING:
+    import torch
+
+    from research_engine.loading import ModelSource
+    from research_engine.loading.tokenizer import Tokenizer
+    from research_engine.models.config import ModelConfig
+    from research_engine.models.llama import LlamaForCausalLM
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run; one may serve several engines, one after the other."""
+
+    source: ModelSource
+    config: ModelConfig
+    model: LlamaForCausalLM
+    tokenizer: Tokenizer | None
+
+
+def load(options: EngineOptions, *, progress: bool = True) -> LoadedModel:
+    """Find, fetch and load model and tokenizer.
+
+    Raises:
+        LoadError: the model or its tokenizer cannot be had.
+        OptionError: device or dtype cannot be had here.
+    """
+    from research_engine import loading
+
+    device = choose_device(options.device)
+    dtype = choose_dtype(options.dtype, device)
+    source = loading.resolve_model(options.model, progress=progress)
+    config = loading.load_config(source)
+    if options.max_model_len is not None and options.max_model_len > config.max_position_embeddings:
+        most = config.max_position_embeddings
+        raise OptionError(f"max_model_len = {options.max_model_len}: {options.model} has {most} positions at most")
+    tokenizer = None if options.skip_tokenizer_init else loading.load_tokenizer(source)
+    if options.load_format == "dummy":
+        model = _with_dummy_weights(options, config, dtype, device)
+    else:
+        model = loading.load_model(source, dtype=dtype, device=device, seed=options.seed, progress=progress)
+    return LoadedModel(source, config, model, tokenizer)
+
+
+def build_engine(
+    options: EngineOptions,
+    loaded: LoadedModel | None = None,
+    *,
+    clock: Clock | None = None,
+    records: Records | None = None,
+) -> Engine:
+    """Put an engine together.
+
+    Args:
+        loaded: the options' model, when it was loaded before; loaded now when None.
+        clock, records: as `Engine` takes them.
+
+    Raises:
+        OptionError, LoadError, ValueError: an option, the model or the scheduler's name or parameters.
+    """
+    import schedulers
+    from research_engine.executors.torch_executor import TorchExecutor
+
+    scheduler = schedulers.create(options.scheduler, **options.scheduler_params)
+    if loaded is None:
+        loaded = load(options)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    config = engine_config(options, loaded.config, model.device, model.dtype, tokenizer)
+    if getattr(scheduler, "preemption", None) == "swap" and config.num_host_blocks == 0:
+        raise OptionError(
+            "the scheduler's preemption = 'swap' needs host blocks: set swap_space (GiB) or num_host_blocks"
+        )
+    executor = TorchExecutor(
+        model, num_blocks=config.num_blocks, block_size=config.block_size, num_host_blocks=config.num_host_blocks
+    )
+    stream = None if tokenizer is None else lambda sampling: tokenizer.decode_stream(sampling.skip_special_tokens)
+    return Engine(config, scheduler, executor, clock=clock, records=records, decode_stream=stream)
+
+
+def engine_config(
+    options: EngineOptions,
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    tokenizer: Tokenizer | None = None,
+) -> EngineConfig:
+    """Sizes and limits of the core for a model on a device; call it after the weights took their memory.
+
+    Raises:
+        OptionError: the memory holds no cache, or swap_space no block; with the numbers.
+    """
+    from research_engine.executors.kv_sizing import cache_budget, kv_bytes_per_block
+
+    budget_tokens = options.max_num_batched_tokens or (2048 if device.type == "cpu" else 8192)
+    max_len = options.max_model_len or model.max_position_embeddings
+    block_bytes = kv_bytes_per_block(model, options.block_size, dtype)
+    num_blocks = options.num_blocks
+    if num_blocks is None:
+        if options.kv_cache_memory is not None:
+            room = int(options.kv_cache_memory * 2**30)
+        else:
+            room = cache_budget(
+                model, device, dtype, max_num_batched_tokens=budget_tokens, max_num_seqs=options.max_num_seqs,
+                gpu_memory_utilization=options.gpu_memory_utilization,
+            )  # fmt: skip
+        num_blocks = min(room // block_bytes, options.max_num_seqs * -(-max_len // options.block_size))
+        if num_blocks < 1:
+            raise OptionError(
+                f"{room / 2**20:.1f} MiB are left for the KV cache, one block of {options.block_size} tokens takes "
+                f"{block_bytes / 2**20:.1f} MiB: free memory, set kv_cache_memory, or lower max_num_batched_tokens"
+            )
+    host_blocks = options.num_host_blocks
+    if host_blocks is None:
+        host_blocks = int(options.swap_space * 2**30) // block_bytes
+        if options.swap_space > 0 and host_blocks == 0:
+            raise OptionError(f"swap_space = {options.swap_space} GiB is less than one block of {block_bytes} bytes")
+    return EngineConfig(
+        num_blocks=num_blocks,
+        block_size=options.block_size,
+        num_host_blocks=host_blocks,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=budget_tokens,
+        max_model_len=options.max_model_len or max(2, min(max_len, num_blocks * options.block_size)),
+        enable_prefix_caching=options.enable_prefix_caching,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids or (tokenizer.eos_token_ids if tokenizer is not None else ()),
+        seed=options.seed,
+        check_integrity=options.check_integrity,
+    )
+
+
+def _with_dummy_weights(
+    options: EngineOptions, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> LlamaForCausalLM:
+    import torch
+
+    from research_engine.loading.dummy import DummyCheckpoint
+    from research_engine.models.registry import model_class
+
+    with torch.inference_mode():
+        model = model_class(config.architecture)(config, dtype=dtype, device=device)
+        views = model.parameters()
+        checkpoint = DummyCheckpoint(
+            options.model, {name: tuple(view.shape) for name, view in views.items()}, options.seed
+        )
+        for name, view in views.items():
+            view.copy_(checkpoint.read(name, device))
+        model.prepare()
+    return model
+
+
+@dataclass
+class _Draft:
+    """One continuation while it is made."""
+
+    request: Request
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+class LLM:
+    """Offline inference: prompts in, outputs out, in order.
+
+    Args:
+        model: what to run, see `EngineOptions.model`.
+        options: fields of `EngineOptions` by name.
+
+    Attributes:
+        engine: the Engine, with its records; `tokenizer`: the Tokenizer or None; `options`: the EngineOptions.
+
+    Raises:
+        OptionError: an unknown option (valid ones listed, nearest first) or one out of range.
+        LoadError: the model cannot be had.
+        ValueError: the scheduler cannot be made.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.options = EngineOptions.of(model, options)
+        loaded = load(self.options)
+        self.model_config = loaded.config
+        self.tokenizer = loaded.tokenizer
+        self.engine = build_engine(self.options, loaded)
+        self._num_calls = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue prompts.
+
+        Args:
+            prompts: one or many; each a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+            sampling_params: for all of them, or one for each; SamplingParams() when None.
+            use_tqdm: show a progress bar on standard error.
+
+        Returns:
+            One output a prompt, in the order of the prompts.
+
+        Raises:
+            ValueError: a prompt or its parameters can never be served; raised before anything runs.
+            KeyboardInterrupt: Ctrl-C, after the step in progress (at once when pressed twice); all requests of this
+                call are aborted, and the engine stays usable.
+        """
+        single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+        many: list[Any] = [prompts] if single else list(prompts)
+        resolved = [self._resolve(prompt, index) for index, prompt in enumerate(many)]
+        return self._run(resolved, self._params_for(many, sampling_params), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer conversations through the model's chat template.
+
+        Args:
+            messages: one conversation, [{"role": ..., "content": ...}, ...], or a list of them.
+            add_generation_prompt: end the prompt where the assistant's answer begins.
+
+        Raises:
+            ValueError: as `generate`; or there is no tokenizer or chat template, or the template refuses a message.
+        """
+        if self.tokenizer is None:
+            raise ValueError("chat needs a tokenizer; this LLM was made with skip_tokenizer_init=True")
+        single = len(messages) > 0 and isinstance(messages[0], Mapping)
+        many: list[Any] = [messages] if single else list(messages)
+        prompts: list[tuple[str | None, list[int]]] = []
+        for conversation in many:
+            ids = self.tokenizer.apply_chat_template(conversation, add_generation_prompt)
+            prompts.append((self.tokenizer.decode(ids, skip_special_tokens=False), ids))
+        return self._run(prompts, self._params_for(many, sampling_params), use_tqdm)
+
+    def shutdown(self) -> None:
+        """Give the model's and the cache's memory back; the LLM is of no use afterwards."""
+        self.engine.executor.shutdown()
+
+    def _resolve(self, prompt: Any, index: int) -> tuple[str | None, list[int]]:
+        """Text, if there is one, and token ids of a prompt in any of its forms."""
+        text, ids = prompt, None
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+            if unknown or not prompt:
+                raise ValueError(
+                    f"prompt {index} has the keys {sorted(prompt)}; it takes 'prompt' or 'prompt_token_ids'"
+                )
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        elif not isinstance(prompt, str):
+            text, ids = None, prompt
+        if ids is None:
+            if not isinstance(text, str):
+                raise ValueError(f"prompt {index} is {prompt!r}; it must be a text or a list of token ids")
+            if self.tokenizer is None:
+                raise ValueError(
+                    f"prompt {index} is a text, which needs a tokenizer; skip_tokenizer_init=True takes token ids"
+                )
+            return text, self.tokenizer.encode(text)
+        try:
+            return text, [operator.index(token) for token in ids]
+        except TypeError:
+            raise ValueError(f"prompt {index} is {prompt!r}; token ids must be a list of integers") from None
+
+    def _params_for(
+        self, prompts: Sequence[Any], given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Sequence[SamplingParams]:
+        params = SamplingParams() if given is None else given
+        if isinstance(params, SamplingParams):
+            return [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one for each")
+        return params
+
+    def _run(
+        self, prompts: Sequence[tuple[str | None, list[int]]], params: Sequence[SamplingParams], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        self._num_calls += 1
+        groups: list[list[_Draft]] = []
+        try:
+            for index, ((_, ids), sampling) in enumerate(zip(prompts, params, strict=True)):
+                added = self.engine.add_request(f"{self._num_calls}-{index}", ids, sampling)
+                groups.append([_Draft(request) for request in added])
+            with (
+                _progress_bar(len(groups), enabled=use_tqdm) as advance,
+                _interrupts_between_steps() as check_interrupt,
+            ):
+                self._serve(groups, advance, check_interrupt)
+        except BaseException:
+            for group in groups:
+                self.engine.abort(group[0].request.group_id)
+            raise
+        return [self._output(text, group) for (text, _), group in zip(prompts, groups, strict=True)]
+
+    def _serve(
+        self,
+        groups: Sequence[Sequence[_Draft]],
+        advance: Callable[[int, int], None],
+        check_interrupt: Callable[[], None],
+    ) -> None:
+        """Step until every draft is finished; tokens of requests that are not this call's are passed over."""
+        drafts = {draft.request.id: draft for group in groups for draft in group}
+        unfinished = {group[0].request.group_id: len(group) for group in groups}
+        while unfinished:
+            ended = 0
+            outputs = self.engine.step()
+            for output in outputs:
+                draft = drafts.get(output.request.id)
+                if draft is None:
+                    continue
+                if output.text:
+                    draft.text.append(output.text)
+                if output.logprobs is not None:
+                    draft.logprobs.append(output.logprobs)
+                if output.finish_reason is not None:
+                    name = output.request.group_id
+                    unfinished[name] -= 1
+                    if not unfinished[name]:
+                        del unfinished[name]
+                        ended += 1
+            advance(ended, len(outputs))
+            check_interrupt()
+
+    def _output(self, text: str | None, group: Sequence[_Draft]) -> RequestOutput:
+        first = group[0].request
+        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if first.sampling.prompt_logprobs is not None:
+            prompt_logprobs = [None, *(self._named(entry) for entry in first.prompt_logprobs)]
+        return RequestOutput(
+            request_id=first.group_id,
+            prompt=text,
+            prompt_token_ids=first.prompt_token_ids,
+            prompt_logprobs=prompt_logprobs,
+            outputs=[self._completion(index, draft) for index, draft in enumerate(group)],
+            finished=True,
+            metrics=merged_record([RequestRecord.of(draft.request) for draft in group]),
+        )
+
+    def _completion(self, index: int, draft: _Draft) -> CompletionOutput:
+        request, wanted = draft.request, draft.request.sampling.logprobs is not None
+        return CompletionOutput(
+            index=index,
+            text="".join(draft.text),
+            token_ids=request.output_token_ids,
+            cumulative_logprob=sum(entry.logprob for entry in draft.logprobs) if wanted else None,
+            logprobs=[self._named(entry) for entry in draft.logprobs] if wanted else None,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+        )
+
+    def _named(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """The token itself first, then the most probable ones."""
+
+        def text(token_id: int) -> str | None:
+            return None if self.tokenizer is None else self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+        named = {entry.token_id: Logprob(entry.logprob, entry.rank, text(entry.token_id))}
+        for rank, (token_id, logprob) in enumerate(entry.top, start=1):
+            named.setdefault(token_id, Logprob(logprob, rank, text(token_id)))
+        return named
+
+
+@contextmanager
+def _progress_bar(total: int, *, enabled: bool) -> Iterator[Callable[[int, int], None]]:
+    """Yields advance(prompts_ended, tokens_drawn)."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+        TextColumn("{task.fields[rate]:.0f} tok/s"),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), disable=not enabled) as bar:
+        task, tokens = bar.add_task("prompts", total=total, rate=0.0), 0
+
+        def advance(ended: int, drawn: int) -> None:
+            nonlocal tokens
+            tokens += drawn
+            bar.update(task, advance=ended, rate=tokens / max(bar.tasks[0].elapsed or 0.0, 1e-9))
+
+        yield advance
+
+
+@contextmanager
+def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Holds Ctrl-C back until the yielded function is called, so that it never tears a step; the second press acts at once."""
+    pressed = False
+
+    def remember(signum: int, frame: object) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield check  # someone else looks after signals
+        return
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

