@@ -93,7 +93,10 @@ class KVCache:
         shared = request._num_prompt - 1
         if sibling is not None and sibling._status is Status.RUNNING and sibling._computed > shared:
             if request._computed == 0 and len(request._tokens) == request._num_prompt:
-                return sibling._block_ids[: shared // self.block_size + 1], shared
+                whole = shared // self.block_size
+                if sibling._published > whole:  # the last one is findable by others and must not be written: leave it
+                    return sibling._block_ids[:whole], whole * self.block_size
+                return sibling._block_ids[: whole + 1], shared
         if not self._prefix_caching or request.sampling.prompt_logprobs is not None:
             return (), 0
         most = (len(request._tokens) - 1) // self.block_size
