@@ -1,0 +1,49 @@
+"""Whatever a policy does within the rules, every output is that of the request running alone, and nothing leaks."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from research_engine.engine.contract import Scheduler
+from schedulers.chunked_prefill import ChunkedPrefill
+from schedulers.fcfs import FCFS
+from schedulers.priority import Priority
+
+from .random_policies import RandomPolicy
+from .random_runs import RandomRun
+
+
+def random_policy(rng: random.Random) -> Scheduler:
+    return RandomPolicy(rng, rng.choice([0.0, 0.05, 0.2]), rng.choice([0.0, 0.3]), rng.choice([0.0, 0.5, 1.0]))
+
+
+def shipped_policy(rng: random.Random) -> Scheduler:
+    common = {
+        "watermark": rng.choice([0.0, 0.01, 0.3]),
+        "admission": rng.choice(["whole", "chunk"]),
+        "preemption": rng.choice(["recompute", "swap"]),
+        "overtaking": rng.random() < 0.3,
+    }
+    return rng.choice([
+        lambda: FCFS(**common),
+        lambda: ChunkedPrefill(**common, token_budget=rng.choice([0, 1, 3, 16])),
+        lambda: Priority(**common, ageing=rng.choice([0.01, 1.0, float("inf")])),
+    ])()  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "seeds"), [(random_policy, range(2000)), (shipped_policy, range(10_000, 10_600))])
+def test_any_schedule_gives_each_request_the_output_it_has_alone(policy, seeds):
+    """Small caches, shared prefixes, n > 1, chunks, swap, recompute, aborts at any moment, ids used again."""
+    facts: Counter[str] = Counter()
+    for seed in seeds:
+        run = RandomRun(seed, policy)
+        try:
+            run.finish()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
+        facts.update(run.facts())
+    for kind in ("recomputes", "swaps", "copies", "hits", "evictions", "aborts", "chunks"):
+        assert facts[kind] > 100, f"the runs hardly reached {kind}: {facts}"
