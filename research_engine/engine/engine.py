@@ -71,6 +71,7 @@ class Engine:
         self._groups: dict[str, list[Request]] = {}  # id as given -> its continuations not yet ended
         self._num_added = 0
         self._steps_without_progress = 0
+        self._event_error: PolicyError | None = None  # of a policy's event; raised once the books are consistent
 
     # Requests in and out.
 
@@ -132,7 +133,8 @@ class Engine:
         self._live[first.id] = self._new[first.id] = first
         if len(group) > 1:
             self._held_back[first.id] = group[1:]
-        self.scheduler.on_arrival(first)
+        self._tell("on_arrival", first)
+        self._raise_event_error()
         return group
 
     def abort(self, request_id: str) -> bool:
@@ -140,6 +142,7 @@ class Engine:
         group = list(self._groups.get(request_id, ()))
         for request in group:
             self._finish(request, "abort", self.clock.now())
+        self._raise_event_error()
         return bool(group)
 
     @property
@@ -239,6 +242,7 @@ class Engine:
         if self._held_back:
             self._let_siblings_in()
         self._leave_record(batch, executed)
+        self._raise_event_error()
         self._guard_progress(progress)
         return outputs
 
@@ -295,7 +299,7 @@ class Engine:
             self._held_back[request.sibling.id].remove(request)
         self.records.add_request(RequestRecord.of(request))
         if seen:
-            self.scheduler.on_finish(request)
+            self._tell("on_finish", request)
         if name in self._held_back:
             self._let_siblings_in()
 
@@ -307,7 +311,21 @@ class Engine:
                 continue
             for request in self._held_back.pop(name):
                 self._live[request.id] = self._returning[request.id] = request
-                self.scheduler.on_arrival(request)
+                self._tell("on_arrival", request)
+
+    def _tell(self, event: str, about: Request | StepRecord) -> None:
+        """Call one of the policy's events; what it raises waits until the engine has done what it was about."""
+        try:
+            getattr(self.scheduler, event)(about)
+        except Exception as error:
+            what = f"step {self.num_steps}: {type(self.scheduler).__name__}.{event} raised {type(error).__name__}: {error}"
+            self._event_error = self._event_error or PolicyError(what)
+            self._event_error.__cause__ = self._event_error.__cause__ or error
+
+    def _raise_event_error(self) -> None:
+        error, self._event_error = self._event_error, None
+        if error is not None:
+            raise error
 
     def _leave_record(self, batch: Batch, executed: float) -> None:
         self.idle = not batch.rows and not batch.preempted
@@ -316,7 +334,7 @@ class Engine:
             waiting = len(self._returning) + len(self._new)
             record = StepRecord.of(batch, self.kv_cache, executed, self.clock.now(), len(self._running), waiting)
             self.records.add_step(record)
-            self.scheduler.on_step(record)
+            self._tell("on_step", record)
         if self.config.check_integrity or not self._live:
             self.kv_cache.check_integrity(self._live.values())
 

@@ -23,6 +23,10 @@ def check_plan(
     Raises:
         PlanError: with the step, the request and the first rule that is broken.
     """
+    if not isinstance(plan.tokens, Mapping):
+        raise PlanError(f"tokens is {plan.tokens!r}; it must map request ids to numbers of tokens", step=step)
+    if not isinstance(plan.preempt, (list, tuple)):
+        raise PlanError(f"preempt is {plan.preempt!r}; it must be a list or tuple of Preemption", step=step)
     ledger = BlockLedger(cache)
     if plan.preempt:
         _check_preemptions(plan, requests, ledger, config, step)
@@ -62,7 +66,7 @@ def _check_preemptions(
 ) -> None:
     gone: set[str] = set()
     for preemption in plan.preempt:
-        if not isinstance(preemption, Preemption):
+        if not isinstance(preemption, Preemption) or not isinstance(preemption.request_id, str):
             raise PlanError(f"preempt holds {preemption!r}; it must hold Preemption(request_id, mode, reason)", step=step)
         name, mode = preemption.request_id, preemption.mode
         request = requests.get(name)
