@@ -76,7 +76,7 @@ def load_model(
     """Build the model and fill it. ``seed`` is for dummy weights.
 
     Args:
-        dtype: float32, bfloat16 or float16; weights are converted to it.
+        dtype: float32, bfloat16, or on a GPU float16; weights are converted to it.
         device: where the model lives.
         progress: show a bar on standard error.
 
@@ -89,7 +89,10 @@ def load_model(
 
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise LoadError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
-    config, device = load_config(source), torch.device(device)
+    device = torch.device(device)
+    if dtype == torch.float16 and device.type == "cpu":
+        raise LoadError("dtype float16 has no CPU kernels; use float32 or bfloat16")
+    config = load_config(source)
     try:
         kind = model_class(config.architecture)
     except ConfigError as error:
