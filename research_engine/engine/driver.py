@@ -40,12 +40,14 @@ class ReplayReport:
         start, end: first possible arrival, and the end of the last step.
         worst_lag: how late the latest request was added after its arrival; a step in progress delays adding.
         refused: request id -> why.
+        entered: request id -> when it was added; refused ones are not in it.
     """
 
     start: float
     end: float
     worst_lag: float
     refused: dict[str, str]
+    entered: dict[str, float] = field(default_factory=dict)
 
 
 def replay(
@@ -68,7 +70,7 @@ def replay(
         PlanError, PolicyError, StalledError: from the engine; what was recorded so far stays in its records.
     """
     clock = engine.clock
-    start, worst_lag, refused = clock.now(), 0.0, {}
+    start, worst_lag, refused, entered = clock.now(), 0.0, {}, {}
     pending = sorted(arrivals, key=lambda arrival: arrival.time)
     at = 0
     while at < len(pending) or engine.has_unfinished:
@@ -78,6 +80,8 @@ def replay(
             why = _add(engine, pending[at], start)
             if why is not None:
                 refused[pending[at].request_id] = why
+            else:
+                entered[pending[at].request_id] = now
             at += 1
         if engine.has_unfinished:
             outputs = engine.step()
@@ -87,7 +91,7 @@ def replay(
                 continue
         if at < len(pending):
             clock.sleep_until(start + pending[at].time)
-    return ReplayReport(start, clock.now(), worst_lag, refused)
+    return ReplayReport(start, clock.now(), worst_lag, refused, entered)
 
 
 def _add(engine: Engine, arrival: Arrival, start: float) -> str | None:
