@@ -21,7 +21,7 @@ class EngineConfig:
         eos_token_ids: tokens that end a sequence unless ignore_eos is set.
         seed: base of the seeds of requests that bring none.
         check_integrity: balance the KV cache's books after every step, not only when idle.
-        stall_limit: steps without any request advancing before StalledError ends the run.
+        stall_limit: idle or preempting steps in a row, without any request advancing, before StalledError ends the run.
 
     Raises:
         ValueError: naming field, value and rule.

@@ -130,7 +130,10 @@ class Engine:
         self._groups[request_id] = list(group)
         self._names.update(names)
         first = group[0]
+        late = bool(self._new) and now < next(reversed(self._new.values())).arrival_time
         self._live[first.id] = self._new[first.id] = first
+        if late:
+            self._new = dict(sorted(self._new.items(), key=lambda item: item[1].arrival_time))
         if len(group) > 1:
             self._held_back[first.id] = group[1:]
         self._tell("on_arrival", first)
@@ -243,7 +246,7 @@ class Engine:
             self._let_siblings_in()
         self._leave_record(batch, executed)
         self._raise_event_error()
-        self._guard_progress(progress)
+        self._guard_progress(progress, batch)
         return outputs
 
     # What the methods above are made of.
@@ -279,6 +282,8 @@ class Engine:
         if reason is not None:
             if text is not None:
                 delta += text.finish()
+                if text.stopped_by is not None:  # the tail completed a stop string
+                    reason = "stop"
             self._finish(request, reason, now)
         return TokenOutput(request, token_id, delta, reason, logprobs)
 
@@ -338,9 +343,15 @@ class Engine:
         if self.config.check_integrity or not self._live:
             self.kv_cache.check_integrity(self._live.values())
 
-    def _guard_progress(self, progress: bool) -> None:
-        """End a livelock: steps go by, requests are live, and none gets further than it ever was."""
-        self._steps_without_progress = 0 if progress or not self._live else self._steps_without_progress + 1
+    def _guard_progress(self, progress: bool, batch: Batch) -> None:
+        """End a livelock: live requests, and none gets further than it ever was.
+
+        A step that recomputes and preempts nobody isn't counted: it gets there in the end, however long the prompt.
+        """
+        if progress or not self._live:
+            self._steps_without_progress = 0
+        elif batch.preempted or not batch.rows:
+            self._steps_without_progress += 1
         if self._steps_without_progress >= self.config.stall_limit:
             longest = min(self._live.values(), key=lambda r: r.arrival_time)
             raise StalledError(

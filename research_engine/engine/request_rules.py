@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from .config import EngineConfig
@@ -24,6 +25,12 @@ def check_request(request_id: str, prompt: Sequence[int], sampling: SamplingPara
 
     if not isinstance(sampling, SamplingParams):
         raise refused(f"sampling is {sampling!r}; it must be a SamplingParams")
+    if not isinstance(request_id, str):
+        raise refused("its id must be a string")
+    try:
+        array("q", prompt)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise refused(f"the prompt must be a sequence of 64-bit integers, token ids ({error})") from error
     if len(prompt) == 0:
         raise refused("the prompt is empty; it needs at least one token")
     limit = config.max_model_len
