@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from research_engine.engine.contract import (
+    BlockLedger,
     EngineView,
     Preemption,
     PreemptionMode,
@@ -81,7 +82,8 @@ class PolicyScheduler(Scheduler):
         for request in self.order(view):
             if plan.budget <= 0:
                 break
-            if request.id in plan.gone or (self.admission_closed and not request.is_running):
+            name = request.id
+            if name in plan.tokens or name in plan.gone or (self.admission_closed and not request.is_running):
                 continue
             quota = self.quota(request, view, plan.budget)
             if type(quota) is not int:
@@ -136,11 +138,14 @@ class _Draft:
         return True
 
     def _make_room(self, needy: Request, num_tokens: int, reserve: int, whole: int | None = None) -> bool:
-        """Preempt victims of the policy's choice until `needy` fits; if it cannot, preempt nobody."""
+        """Preempt victims of the policy's choice until `needy` fits; if it cannot, preempt nobody.
+
+        A victim that freed nothing, all its blocks being shared, is spared if the others suffice.
+        """
         running = self.view.running
         candidates = [r for r in running if r.id not in self.tokens and r.id not in self.gone and r is not needy]
-        ledger, seats, chosen = self.ledger.copy(), self.seats, []
-        waits = not needy.is_running
+        ledger, victims, chosen = self.ledger.copy(), [], []
+        for_nothing: list[Request] = []  # victims all of whose blocks others held
         while candidates:
             victim = self.policy.victim(candidates, needy, self.view)
             if victim is None:
@@ -149,16 +154,38 @@ class _Draft:
                 name = type(self.policy).__name__
                 raise ValueError(f"{name}.victim returned {victim!r}; it must return one of the candidates, or None")
             candidates.remove(victim)
-            swaps = self.policy.preemption == "swap" and victim.num_blocks <= ledger.free_host_blocks
-            mode: PreemptionMode = "swap" if swaps else "recompute"
-            ledger.preempt(victim, mode)
-            seats += 1
-            chosen.append(Preemption(victim.id, mode, f"made room for {needy.id}"))
-            if waits and (seats <= 0 or ledger.cost(needy, whole or num_tokens) + reserve > ledger.free_blocks):
+            free = ledger.free_blocks
+            victims.append(victim)
+            chosen.append(self._give_way(victim, needy, ledger))
+            if ledger.free_blocks == free:
+                for_nothing.append(victim)
+            if not self._fits(needy, num_tokens, reserve, whole, ledger, len(chosen)):
                 continue
-            if ledger.grant(needy, num_tokens):
-                self.ledger, self.seats = ledger, seats
-                self.preempt += chosen
-                self.gone.update(preemption.request_id for preemption in chosen)
-                return True
+            for spared in for_nothing:
+                fewer, trial = [v for v in victims if v is not spared], self.ledger.copy()
+                preempt = [self._give_way(v, needy, trial) for v in fewer]
+                if self._fits(needy, num_tokens, reserve, whole, trial, len(fewer)):
+                    ledger, victims, chosen = trial, fewer, preempt
+            self.ledger = ledger
+            self.seats += len(chosen)
+            self.preempt += chosen
+            self.gone.update(victim.id for victim in victims)
+            return True
         return False
+
+    def _give_way(self, victim: Request, needy: Request, ledger: BlockLedger) -> Preemption:
+        """Enter one preemption."""
+        swaps = self.policy.preemption == "swap" and victim.num_blocks <= ledger.free_host_blocks
+        mode: PreemptionMode = "swap" if swaps else "recompute"
+        ledger.preempt(victim, mode)
+        return Preemption(victim.id, mode, f"made room for {needy.id}")
+
+    def _fits(
+        self, needy: Request, num_tokens: int, reserve: int, whole: int | None, ledger: BlockLedger, num_victims: int
+    ) -> bool:
+        """Whether `needy` gets its tokens after the preemptions entered; if so, they are entered as well."""
+        if not needy.is_running:
+            lacking = ledger.cost(needy, whole or num_tokens) + reserve > ledger.free_blocks
+            if lacking or self.seats + num_victims <= 0:
+                return False
+        return ledger.grant(needy, num_tokens)

@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
+from .block_ledger import BlockLedger
 from .config import EngineConfig
 from .request import Request, Status
 
 if TYPE_CHECKING:
-    from .block_ledger import BlockLedger
     from .kv_cache import KVCache
     from .records import StepRecord
 
 __all__ = [
-    "Batch", "Clock", "EngineConfig", "EngineView", "Executor", "Preemption", "PreemptionMode", "Request",
+    "Batch", "BlockLedger", "Clock", "EngineConfig", "EngineView", "Executor", "Preemption", "PreemptionMode", "Request",
     "SchedulePlan", "ScheduledRequest", "Scheduler", "Status", "StepResult", "TokenLogprobs",
 ]  # fmt: skip
 
