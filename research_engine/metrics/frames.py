@@ -27,7 +27,9 @@ def requests_frame(records: Records) -> pd.DataFrame:
     """
     import pandas as pd
 
-    frame = pd.DataFrame([[getattr(r, name) for name in _REQUEST_FIELDS] for r in records.requests], columns=_REQUEST_FIELDS)
+    frame = pd.DataFrame(
+        [[getattr(r, name) for name in _REQUEST_FIELDS] for r in records.requests], columns=_REQUEST_FIELDS
+    )
     for name in _TIMES:
         frame[name] = frame[name].astype("float64")
     frame["completed"] = [latency.is_completed(r) for r in records.requests]
@@ -91,10 +93,11 @@ def parquet_schema(name: str) -> Any:
                        ("tokens_lost", count), ("blocks_swapped", count)])  # fmt: skip
     special = {
         "request_id": text, "client": text, "finish_reason": text, "completed": flag, "token_times": pa.list_(real),
-        "request_ids": pa.list_(text), "starts": pa.list_(count), "drew": pa.list_(flag), "preemptions": pa.list_(event),
+        "request_ids": pa.list_(text), "starts": pa.list_(count), "drew": pa.list_(flag),
     }  # fmt: skip
     if name == "steps":
-        special |= {"num_tokens": pa.list_(count), "finished": real, "started": real, "committed": real, "executed": real}
+        times = dict.fromkeys(("started", "committed", "executed", "finished"), real)
+        special |= {"num_tokens": pa.list_(count), "preemptions": pa.list_(event), **times}
     columns = (requests_frame if name == "requests" else steps_frame)(Records()).columns
     latencies = ("ttft", "tpot", "e2e", "normalized_latency", "queueing_delay")
 

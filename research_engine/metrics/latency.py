@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from research_engine.engine.records import Records, RequestRecord, StepRecord
 
@@ -73,7 +74,7 @@ def inter_token_latencies(records: Records, requests: Iterable[RequestRecord] | 
     gaps: list[float] = []
     for record, times in zip(records.requests, request_token_times(records), strict=True):
         if is_completed(record) and (wanted is None or id(record) in wanted):
-            gaps.extend(after - before for before, after in zip(times, times[1:], strict=False))
+            gaps.extend(after - before for before, after in pairwise(times))
     return gaps
 
 

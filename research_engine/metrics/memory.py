@@ -76,7 +76,9 @@ def kv_usage(records: Records, *, block_size: int) -> KVUsage:
         for name, start, num_tokens in zip(step.request_ids, step.starts, step.num_tokens, strict=True):
             computed[name] = start + num_tokens
         for name in [n for n in computed if finishes.get(n, math.inf) <= step.executed]:
-            del computed[name]  # the record shows the cache at the step's end, when ended requests have given theirs back
+            del computed[
+                name
+            ]  # the record shows the cache at the step's end, when ended requests have given theirs back
         seconds = step.finished - step.started
         slots = step.blocks_used * block_size
         total = step.blocks_used + step.blocks_cached + step.blocks_free

@@ -59,7 +59,9 @@ def latency_summary(records: Records, requests: Sequence[RequestRecord]) -> dict
     done = [record for record in requests if latency.is_completed(record)]
     out = {}
     for name in LATENCIES:
-        values = latency.inter_token_latencies(records, done) if name == "itl" else [getattr(latency, name)(r) for r in done]
+        values = (
+            latency.inter_token_latencies(records, done) if name == "itl" else [getattr(latency, name)(r) for r in done]
+        )
         out[name] = percentiles(values)
     return out
 
@@ -135,4 +137,7 @@ def _by_priority(records: Records) -> Mapping[str, Any]:
     if len(classes) < 2:
         return {}
     members = {value: [r for r in records.requests if r.priority == value] for value in classes}
-    return {str(value): {"num_requests": len(members[value])} | latency_summary(records, members[value]) for value in classes}
+    return {
+        str(value): {"num_requests": len(members[value])} | latency_summary(records, members[value])
+        for value in classes
+    }

@@ -59,7 +59,9 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _span(name: str, pid: int, tid: int, begin: float, end: float, args: dict[str, Any] | None = None) -> dict[str, Any]:
+def _span(
+    name: str, pid: int, tid: int, begin: float, end: float, args: dict[str, Any] | None = None
+) -> dict[str, Any]:
     event = {"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": _us(begin), "dur": _us(end - begin)}
     return event if args is None else event | {"args": args}
 

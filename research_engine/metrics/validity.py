@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from research_engine.engine.records import Records
@@ -25,7 +26,9 @@ class ArrivalRates(NamedTuple):
         return not abs(self.achieved - self.offered) <= VOID_BEYOND * self.offered
 
 
-def arrival_rates(arrivals: Sequence[float], entered: Sequence[float | None], steps: Sequence[tuple[float, float]]) -> ArrivalRates:
+def arrival_rates(
+    arrivals: Sequence[float], entered: Sequence[float | None], steps: Sequence[tuple[float, float]]
+) -> ArrivalRates:
     """Offered and achieved arrival rate of an open-loop run.
 
     An engine looks at its queue between steps, so a request that arrives during a step is on time when it enters as the step
@@ -77,5 +80,5 @@ def queue_grows(records: Records) -> bool:
             counts[part].append(step.num_running + step.num_waiting)
     means = [sum(part) / len(part) if part else 0.0 for part in counts]
     before = sum(means[:-1]) / (_PARTS - 1)
-    rises = all(left < right for left, right in zip(means, means[1:], strict=False))
+    rises = all(left < right for left, right in pairwise(means))
     return rises and means[-1] >= GROWTH * before

@@ -1,0 +1,74 @@
+"""Plots of an experiment, for a screen and for a paper: PNG and PDF, colour-blind safe, told apart without colour."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.storage import write_with
+
+# Okabe and Ito's colours, darkest first, each with a line style of its own for print without colour.
+STYLES = (("#0072B2", "-"), ("#D55E00", (0, (5, 1.5))), ("#009E73", (0, (1.2, 1))), ("#CC79A7", (0, (5, 1.5, 1.2, 1.5))),
+          ("#000000", (0, (3, 1, 1, 1, 1, 1))), ("#E69F00", (0, (8, 2))), ("#56B4E9", (0, (2, 2))))  # fmt: skip
+_PANELS = (("ttft", "TTFT (s)"), ("itl", "inter-token latency (s)"), ("e2e", "end-to-end latency (s)"))
+_SETTINGS = {"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "legend.fontsize": 8, "xtick.labelsize": 7,
+             "ytick.labelsize": 7, "pdf.fonttype": 42, "axes.spines.top": False, "axes.spines.right": False}  # fmt: skip
+
+
+def latency_cdf(latencies: Mapping[str, Mapping[str, Sequence[float]]], title: str, path: Path) -> list[Path]:
+    """Cumulative distributions of TTFT, ITL and E2E, a line a cell.
+
+    Args:
+        latencies: cell -> "ttft", "itl", "e2e" -> seconds, pooled over seeds.
+        title: one line on top.
+        path: without suffix.
+
+    Returns:
+        The files written: path.png and path.pdf.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(_SETTINGS):
+        figure = Figure(figsize=(7.2, 2.7), layout="constrained")
+        axes = figure.subplots(1, len(_PANELS), sharey=True)
+        for axis, (name, label) in zip(axes, _PANELS, strict=True):
+            for share in (0.5, 0.9, 0.99):
+                axis.axhline(share, color="0.85", linewidth=0.6, zorder=0)
+            for index, (cell, values) in enumerate(latencies.items()):
+                color, style = STYLES[index % len(STYLES)]
+                x, y = _steps(values[name])
+                axis.plot(x, y, color=color, linestyle=style, linewidth=1.4, drawstyle="steps-post", label=cell)
+            _scale(axis, [value for values in latencies.values() for value in values[name]])
+            axis.set(xlabel=label, ylim=(0, 1.02))
+        axes[0].set_ylabel("share at or below")
+        axes[0].set_yticks([0, 0.25, 0.5, 0.75, 0.9, 1.0])
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False, handlelength=3.2
+        )
+        figure.suptitle(title, fontsize=8, x=0.01, ha="left")
+        files = [path.with_suffix(".png"), path.with_suffix(".pdf")]
+        for file in files:
+            metadata: dict[str, Any] = {"CreationDate": None} if file.suffix == ".pdf" else {}
+            write_with(file, lambda at, metadata=metadata: figure.savefig(at, dpi=200, metadata=metadata))
+    return files
+
+
+def _steps(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    ordered = np.sort(np.asarray(values, dtype=np.float64))
+    ordered = ordered[~np.isnan(ordered)]
+    share = np.arange(1, ordered.size + 1) / max(1, ordered.size)
+    return np.concatenate([ordered[:1], ordered]), np.concatenate([[0.0], share])
+
+
+def _scale(axis: Any, values: Sequence[float]) -> None:
+    """Logarithmic where the values spread over more than a factor of 20; from 0 otherwise."""
+    positive = [value for value in values if value > 0]
+    if positive and np.percentile(positive, 99.5) > 20 * np.percentile(positive, 2):
+        axis.set_xscale("log")
+    else:
+        axis.set_xlim(left=0)

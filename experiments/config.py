@@ -1,0 +1,395 @@
+"""From a YAML file and key=value words to a checked experiment; a mistake is named with its key, line and the valid ones."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from experiments.settings import Settings, nearest_first
+from experiments.workloads import WorkloadSettings
+
+CONFIGS = Path(__file__).resolve().parent / "configs"
+PLOTS = ("latency_cdf",)
+QUOTED = r"'([^']*)'"
+
+
+class ConfigError(ValueError):
+    """A user's mistake in a configuration: says where, what, and what would be right."""
+
+
+class SLOSettings(Settings):
+    """Limits in seconds that a good request keeps; those left out are not asked for."""
+
+    ttft: float | None = Field(default=None, gt=0)
+    tpot: float | None = Field(default=None, gt=0)
+    e2e: float | None = Field(default=None, gt=0)
+
+
+class TrialSettings(Settings):
+    """Everything that decides a trial, but its seed: the options of an engine, named as in `EngineOptions`, and a workload.
+
+    Args:
+        model ... enable_prefix_caching: see `research_engine.options.EngineOptions`; None takes its default.
+        warmup_requests: requests of the workload served and thrown away before a process's first trial of a model.
+        workload: what arrives when.
+        slo: for goodput; without one every completed request is good.
+    """
+
+    model: str = "smollm2-135m-instruct"
+    scheduler: str = "chunked_prefill"
+    scheduler_params: Mapping[str, Any] = Field(default_factory=dict)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    max_model_len: int | None = Field(default=None, ge=2)
+    max_num_seqs: int = Field(default=256, ge=1)
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    block_size: int = Field(default=16, ge=1)
+    num_blocks: int | None = Field(default=None, ge=1)
+    kv_cache_memory: float | None = Field(default=None, gt=0)
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    swap_space: float = Field(default=0.0, ge=0)
+    num_host_blocks: int | None = Field(default=None, ge=0)
+    enable_prefix_caching: bool = True
+    warmup_requests: int = Field(default=4, ge=0)
+    workload: WorkloadSettings = WorkloadSettings()
+    slo: SLOSettings | None = None
+
+
+class Level(Settings):
+    """One level of a factor: a name, and the settings that make it. A plain value in YAML sets the factor's own key.
+
+    Args:
+        label: as tables show it.
+        set: dotted key -> value.
+    """
+
+    label: str
+    set: Mapping[str, Any]
+
+
+class Outputs(Settings):
+    """What is made of the finished trials.
+
+    Args:
+        table: metrics of the table, top to bottom; None takes the usual ones.
+        plots: of `latency_cdf`.
+    """
+
+    table: tuple[str, ...] | None = None
+    plots: tuple[Literal["latency_cdf"], ...] = PLOTS
+
+    @field_validator("table")
+    @classmethod
+    def _known_metrics(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        from experiments.analysis.tables import METRICS
+
+        for name in names or ():
+            if name not in METRICS:
+                raise ValueError(f"no metric {name!r}; {nearest_first(name, METRICS)}")
+        return names
+
+
+class Experiment(Settings):
+    """A whole experiment.
+
+    Args:
+        name: of the run directory.
+        description: one line for --list.
+        base: settings that all trials share.
+        factors: dotted key of a setting (or any name, with levels that say what they set) -> levels. The grid is full.
+        seeds: each cell of the grid runs once with each; all cells see the same arrivals and lengths under one seed.
+        baseline: factor -> label of the level that others are compared with.
+        outputs: tables and plots.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    description: str = ""
+    base: Mapping[str, Any] = Field(default_factory=dict)
+    factors: Mapping[str, tuple[Level, ...]] = Field(default_factory=dict)
+    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
+    baseline: Mapping[str, str] = Field(default_factory=dict)
+    outputs: Outputs = Outputs()
+
+    @field_validator("factors", mode="before")
+    @classmethod
+    def _levels(cls, factors: Any) -> Any:
+        if not isinstance(factors, dict):
+            return factors
+        out = {}
+        for name, levels in factors.items():
+            if not isinstance(levels, list) or not levels:
+                raise ValueError(f"{name}: a factor needs a list of levels, got {levels!r}")
+            out[name] = [x if _is_level(x) else {"label": _label(x), "set": {name: x}} for x in levels]
+            labels = [level.get("label") for level in out[name]]
+            if len({str(label) for label in labels}) < len(labels):
+                raise ValueError(f"{name}: two levels are alike in {labels}")
+        return out
+
+    @field_validator("baseline", mode="before")
+    @classmethod
+    def _labels(cls, baseline: Any) -> Any:
+        return {key: _label(value) for key, value in baseline.items()} if isinstance(baseline, dict) else baseline
+
+    @field_validator("seeds")
+    @classmethod
+    def _distinct(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(seeds)) < len(seeds) or min(seeds) < 0:
+            raise ValueError(f"{list(seeds)} must be distinct integers >= 0")
+        return seeds
+
+    @model_validator(mode="after")
+    def _known_baseline(self) -> Experiment:
+        for factor, label in self.baseline.items():
+            if factor not in self.factors:
+                raise PydanticCustomError("at", "no factor '{name}'; {hint}", {
+                    "at": "baseline", "name": factor, "hint": nearest_first(factor, self.factors)})  # fmt: skip
+            labels = [level.label for level in self.factors[factor]]
+            if label not in labels:
+                raise PydanticCustomError("at", "{factor} has no level '{name}'; {hint}", {
+                    "at": "baseline", "factor": factor, "name": label, "hint": nearest_first(label, labels)})  # fmt: skip
+        return self
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of levels, complete and checked."""
+
+    levels: Mapping[str, str]
+    settings: TrialSettings
+
+    @property
+    def label(self) -> str:
+        return ", ".join(self.levels.values()) or self.settings.scheduler
+
+
+def _is_level(value: Any) -> bool:
+    return isinstance(value, dict) and "label" in value
+
+
+def _label(value: Any) -> str:
+    """How tables name a plain value: as YAML writes it, a policy from a file by its class."""
+    if isinstance(value, str) and ".py:" in value:
+        return value.rpartition(":")[2]
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# Where things are written, for messages.
+
+KeyPath = tuple[Any, ...]
+
+
+class Origin:
+    """Where each key of the raw configuration comes from: a line of the file, or a word of the command line."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.lines: dict[KeyPath, str] = {}
+
+    def of(self, path: KeyPath) -> str:
+        """The place of the longest known beginning of a path; union tags and the like in it are skipped."""
+        best: KeyPath = ()
+        for part in path:
+            if (*best, part) in self.lines:
+                best = (*best, part)
+        return self.lines.get(best, self.file)
+
+
+def _read(text: str, origin: Origin) -> dict[str, Any]:
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+        raise ConfigError(f"{origin.file}{line}: no YAML: {error.problem or error.context}") from error
+    if node is None or not isinstance(data, dict):
+        raise ConfigError(f"{origin.file}: must be a mapping with {', '.join(Experiment.model_fields)}")
+    for path, key, line in _keys(node, ()):
+        if path in origin.lines:
+            raise ConfigError(
+                f"{origin.file}, line {line}: the key {key!r} is there twice, first in {origin.lines[path]}"
+            )
+        origin.lines[path] = f"{origin.file}, line {line}"
+    return data
+
+
+def _keys(node: yaml.Node, path: KeyPath) -> Iterator[tuple[KeyPath, Any, int]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            name = yaml.safe_load(yaml.serialize(key)) if isinstance(key, yaml.ScalarNode) else str(key)
+            yield (*path, name), name, key.start_mark.line + 1
+            yield from _keys(value, (*path, name))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield (*path, index), index, value.start_mark.line + 1
+            yield from _keys(value, (*path, index))
+
+
+# Loading.
+
+
+def available() -> dict[str, Path]:
+    """Experiments that ship: name -> file."""
+    return {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
+
+
+def load_experiment(name: str, overrides: Sequence[str] = ()) -> tuple[Experiment, list[Cell]]:
+    """Read an experiment, apply key=value words, and check every cell of its grid.
+
+    Args:
+        name: out of `available()`, or the path of a YAML file.
+        overrides: `key=value`; a key is that of a setting in `base` (dotted), of a factor (its levels are replaced; one
+            value or a list), `factors.KEY` for a new factor, or `name`, `description`, `seeds`, `baseline.FACTOR`, `outputs.KEY`.
+            Values are YAML.
+
+    Raises:
+        ConfigError: unknown experiment, key, scheduler; a value out of range; with its line or word.
+    """
+    path = _find(name)
+    origin = Origin(path.name)
+    try:
+        raw = _read(path.read_text(encoding="utf-8"), origin)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    raw.setdefault("name", path.stem)
+    for word in overrides:
+        _override(raw, word, origin)
+    try:
+        experiment = Experiment.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, origin, ())) from error
+    cells = list(_cells(experiment, raw, origin))
+    _check_schedulers(cells, origin)
+    return experiment, cells
+
+
+def _find(name: str) -> Path:
+    known = available()
+    if name in known:
+        return known[name]
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    if path.suffix in (".yaml", ".yml") or "/" in name:
+        raise ConfigError(f"no file {name!r}")
+    raise ConfigError(f"no experiment {name!r}; {nearest_first(name, known)}; or give the path of a YAML file")
+
+
+def _override(raw: dict[str, Any], word: str, origin: Origin) -> None:
+    """Put one key=value word into the raw configuration; mutates both arguments."""
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{word!r}: expected key=value, such as workload.arrivals.rate=2")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{word!r}: the value is no YAML: {error}") from error
+    factors = raw.get("factors") or {}
+    head, _, rest = key.partition(".")
+    if key in factors or (head == "factors" and rest):
+        path: KeyPath = ("factors", key if key in factors else rest)
+        value = value if isinstance(value, list) else [value]
+        _keep_baseline(raw, path[1], value)
+    elif head in Experiment.model_fields and head != "base":
+        path = (head, rest) if rest else (head,)
+        value = [value] if key == "seeds" and not isinstance(value, list) else value
+    else:
+        path = ("base", *(key.split(".")[1:] if head == "base" else key.split(".")))
+    _put(raw, path, value, word)
+    origin.lines = {known: line for known, line in origin.lines.items() if known[: len(path)] != path}
+    for depth in range(1, len(path) + 1):
+        origin.lines.setdefault(path[:depth], f"command line, {word}")
+
+
+def _keep_baseline(raw: dict[str, Any], factor: str, levels: list[Any]) -> None:
+    """A baseline that the command line's levels no longer hold is dropped: there is nothing left to compare with."""
+    baseline = raw.get("baseline")
+    labels = [_label(level.get("label")) if _is_level(level) else _label(level) for level in levels]
+    if isinstance(baseline, dict) and factor in baseline and _label(baseline[factor]) not in labels:
+        del baseline[factor]
+
+
+def _put(data: Any, path: KeyPath, value: Any, where: str) -> None:
+    for depth, part in enumerate(path[:-1]):
+        inner = data.get(part)
+        if inner is None:
+            inner = data[part] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{where}: {'.'.join(map(str, path[: depth + 1]))} is {inner!r} and has no keys")
+        data = inner
+    data[path[-1]] = value
+
+
+def _cells(experiment: Experiment, raw: dict[str, Any], origin: Origin) -> Iterator[Cell]:
+    combinations: list[dict[str, tuple[int, Level]]] = [{}]
+    for name, levels in experiment.factors.items():
+        combinations = [{**chosen, name: item} for chosen in combinations for item in enumerate(levels)]
+    for chosen in combinations:
+        settings = copy.deepcopy(dict(raw.get("base") or {}))
+        places: dict[KeyPath, str] = {}
+        for name, (index, level) in chosen.items():
+            for key, value in level.set.items():
+                path = tuple(key.split("."))
+                where = origin.of(("factors", name, index))
+                _put(settings, path, copy.deepcopy(value), where)
+                places[path] = where
+        try:
+            yield Cell(
+                {name: level.label for name, (_, level) in chosen.items()}, TrialSettings.model_validate(settings)
+            )
+        except ValidationError as error:
+            raise ConfigError(_explain(error, origin, ("base",), places)) from error
+
+
+def _check_schedulers(cells: Sequence[Cell], origin: Origin) -> None:
+    import schedulers
+
+    for cell in cells:
+        settings = cell.settings
+        try:
+            schedulers.create(settings.scheduler, **settings.scheduler_params)
+        except ValueError as error:
+            paths: list[KeyPath] = [("factors", "scheduler"), ("base", "scheduler")]
+            if not str(error).startswith("no "):  # the policy is there; its parameters are at fault
+                paths = [*(("base", "scheduler_params", key) for key in settings.scheduler_params), *paths]
+            where = next((origin.lines[path] for path in paths if path in origin.lines), origin.file)
+            raise ConfigError(f"{where}: {error}") from error
+
+
+def _explain(
+    error: ValidationError, origin: Origin, prefix: KeyPath, places: Mapping[KeyPath, str] | None = None
+) -> str:
+    """All mistakes that pydantic found, one a line, in our words."""
+    lines = []
+    for problem in error.errors(include_url=False):
+        path: KeyPath = problem["loc"]
+        context = problem.get("ctx", {})
+        message = problem["msg"].removeprefix("Value error, ")
+        value = problem["input"]
+        if problem["type"] in ("unknown_key", "at"):
+            path = (*path, context.get("key", context.get("at")))
+        elif problem["type"] == "union_tag_invalid":
+            path, value = (*path, context["discriminator"].strip("'")), context["tag"]
+            message = f"no such value; {nearest_first(str(value), re.findall(QUOTED, context['expected_tags']))}"
+        elif problem["type"] == "literal_error":
+            message = f"no such value; {nearest_first(str(value), re.findall(QUOTED, context['expected']))}"
+        place = next((at for key, at in (places or {}).items() if _is_within(path, key)), None)
+        place = place or origin.of((*prefix, *path))
+        shown = "" if isinstance(value, (dict, list)) else f" = {value!r}"
+        name = "" if problem["type"] == "unknown_key" else f"{'.'.join(map(str, path))}{shown}: "
+        lines.append(f"{place}: {name}{message}")
+    return "\n".join(lines)
+
+
+def _is_within(path: KeyPath, key: KeyPath) -> bool:
+    """Whether `key` is the path once parts that are no keys (tags of unions) are left out of it."""
+    parts = iter(path)
+    return all(part in parts for part in key)

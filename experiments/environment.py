@@ -1,0 +1,102 @@
+"""What a run ran on and with: machine, versions, the state of the repository."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "pandas",
+    "pyarrow",
+    "pydantic",
+    "transformers",
+    "tokenizers",
+    "matplotlib",
+    "gguf",
+    "safetensors",
+)
+
+
+def environment() -> dict[str, Any]:
+    """As plain values for environment.json."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": cpu_name(),
+        "cpu_cores": usable_cores(),
+        "memory_gib": _memory_gib(),
+        "gpus": _gpus(),
+        "packages": {name: _version(name) for name in ("research_engine", *_PACKAGES)},
+        "git": _git(),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+    }
+
+
+def machine_name(device: str) -> str:
+    """Short, for a table: the GPU, or the CPU and its usable cores."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    cores = usable_cores()
+    return f"{cpu_name()}, {cores} core{'s' if cores != 1 else ''}"
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].replace("(R)", "").replace("(TM)", "").split())
+    return platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory_gib() -> float | None:
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+
+
+def _gpus() -> list[str]:
+    torch = sys.modules.get("torch")  # not imported for this alone
+    if torch is None or not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git() -> dict[str, Any]:
+    """Commit and whether the tree differs from it; None where there is no repository or no git."""
+
+    def ask(*words: str) -> str | None:
+        try:
+            answer = subprocess.run(
+                ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False, timeout=20
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return answer.stdout.strip() if answer.returncode == 0 else None
+
+    status = ask("status", "--porcelain")
+    return {"commit": ask("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}

@@ -1,0 +1,150 @@
+"""`python experiments/run.py [NAME or FILE.yaml] [key=value ...]`: from a question to a table. See docs/experiments.md."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":  # started as a file: let `experiments` and `schedulers` be found beside it, installed or not
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+DESCRIPTION = """Run a controlled experiment: one thing varies, all else is equal.
+
+Without arguments: three schedulers on SmolLM2-135M, on the CPU, under ShareGPT's texts; about three minutes.
+Everything goes to a run directory; running with the same --out again finishes what is missing and repeats nothing."""
+EXAMPLES = """examples:
+  python experiments/run.py
+  python experiments/run.py quickstart model=dummy:tiny
+  python experiments/run.py quickstart workload.arrivals.rate=1 seeds=[0,1,2] --out runs/slower
+  python experiments/run.py quickstart scheduler=[fcfs,path/to/mine.py:Mine]
+  python experiments/run.py my_experiment.yaml --dry-run"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0, 1 for a trial that failed, 2 for a user's mistake, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser("experiments/run.py", description=DESCRIPTION, epilog=EXAMPLES,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument(
+        "words", nargs="*", metavar="NAME|FILE.yaml|key=value", help="an experiment, then settings to change"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="run directory (default runs/NAME-TIMESTAMP); resumed if there"
+    )
+    parser.add_argument("--list", action="store_true", help="list the experiments that ship, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="check the configuration and print its trials, and stop")
+    parser.add_argument(
+        "--jobs", type=_positive, default=1, metavar="N", help="trials at once, in processes (default 1)"
+    )
+    options = parser.parse_args(arguments)
+
+    from rich.console import Console
+
+    from experiments.config import ConfigError
+
+    console = Console(soft_wrap=False, highlight=False)
+    try:
+        if options.list:
+            return _list(console)
+        return _run(options, console, list(sys.argv[1:] if arguments is None else arguments))
+    except ConfigError as error:
+        return _refuse(error)
+    except ValueError as error:  # LoadError, OptionError, WorkloadError; anything else is a fault of ours
+        from experiments.workloads.lengths import WorkloadError
+        from research_engine.options import OptionError
+
+        if not isinstance(error, (OptionError, WorkloadError)) and type(error).__name__ != "LoadError":
+            raise
+        return _refuse(error)
+
+
+def _refuse(error: Exception) -> int:
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    return 2
+
+
+def _list(console: object) -> int:
+    from experiments.config import available, load_experiment
+
+    for name in available():
+        experiment, cells = load_experiment(name)
+        print(f"{name:<24} {len(cells) * len(experiment.seeds):>3} trials  {experiment.description}")
+    return 0
+
+
+def _run(options: argparse.Namespace, console: object, words: Sequence[str]) -> int:
+    from rich.console import Console
+
+    from experiments.analysis.report import write_report
+    from experiments.analysis.tables import to_rich
+    from experiments.config import load_experiment
+    from experiments.runner import run_experiment
+
+    assert isinstance(console, Console)
+    given = list(options.words)
+    name = given.pop(0) if given and "=" not in given[0] else "quickstart"
+    experiment, cells = load_experiment(name, given)
+    out = options.out or Path("runs") / f"{experiment.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    if options.dry_run:
+        return _dry_run(experiment, cells, options.out)
+    console.print(f"{experiment.name}: {len(cells)} cells x {len(experiment.seeds)} seeds, into {out}", markup=False)
+    report = run_experiment(experiment, cells, out, console=console, jobs=options.jobs)
+    table = write_report(out)
+    if table is not None:
+        console.print(to_rich(table))
+    done = report.reused + report.finished
+    if report.interrupted is not None:
+        rest = [word for word in words if word != "--out" and word != str(options.out)]
+        again = " ".join(["python", "experiments/run.py", *map(_quoted, rest), "--out", str(out)])
+        print(
+            f"\nstopped in {report.interrupted}; {done} of {report.planned} trials are finished and kept. To go on:\n  {again}"
+        )
+        return 130
+    for trial, why in report.failed.items():
+        print(f"failed: {trial}: {why}", file=sys.stderr)
+    print(
+        f"{done} of {report.planned} trials are in {out}: table.md, table.csv, table.tex, latency.png, latency.pdf, trials/"
+    )
+    return 1 if report.failed else 0
+
+
+def _dry_run(experiment: object, cells: object, out: Path | None) -> int:
+    from experiments.config import Cell, Experiment
+    from experiments.plan import trials_of
+    from experiments.storage import read_summary
+
+    assert isinstance(experiment, Experiment) and isinstance(cells, list) and all(isinstance(c, Cell) for c in cells)
+    trials = trials_of(experiment, cells)
+    for trial in trials:
+        done = out is not None and read_summary(out / "trials" / trial.directory_name) is not None
+        load = trial.settings.workload
+        least = (
+            ""
+            if load.arrivals.rate is None
+            else f", arrivals take about {load.num_requests / load.arrivals.rate:.0f} s"
+        )
+        state = "finished" if done else "to run"
+        print(
+            f"{state:<9} {trial.cell}, seed {trial.seed}: {trial.settings.model}, {load.num_requests} requests{least}"
+        )
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
+
+
+def _quoted(word: str) -> str:
+    import shlex
+
+    return shlex.quote(word)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

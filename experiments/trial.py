@@ -1,0 +1,137 @@
+"""One trial: a fresh engine serves a workload, and what it left behind is written as one directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from experiments.backend import Backend
+from experiments.config import ConfigError, TrialSettings
+from experiments.plan import Trial
+from experiments.storage import new_directory, write_json, write_with
+from experiments.workloads import Workload, build_workload
+from research_engine import metrics
+from research_engine.engine.config import EngineConfig
+from research_engine.engine.driver import Arrival, ReplayReport, replay
+from research_engine.engine.records import Records
+from research_engine.metrics.frames import parquet_schema
+
+Progress = Callable[[int], None]
+
+
+def run_trial(
+    trial: Trial, workload: Workload, backend: Backend, directory: Path, on_finished: Progress
+) -> dict[str, Any]:
+    """Serve the workload and write `directory`: summary.json, requests.parquet, steps.parquet, trace.json.
+
+    Args:
+        trial: settings and seed; the backend is prepared for them.
+        workload: what to serve.
+        directory: appears when everything in it is complete.
+        on_finished: is told how many requests ended in a step.
+
+    Returns:
+        The summary.
+    """
+    settings = trial.settings
+    engine = backend.engine(settings, trial.seed)
+    try:
+        report = replay(
+            engine,
+            workload.arrivals,
+            on_outputs=lambda outputs: on_finished(sum(output.finish_reason is not None for output in outputs)),
+        )
+        summary = _summary(trial, workload, backend, engine.config, engine.records, report)
+        with new_directory(directory) as fresh:
+            _write(fresh, trial, engine.records, summary)
+    finally:
+        engine.executor.shutdown()
+    return summary
+
+
+def warm_up(settings: TrialSettings, workload: Workload, backend: Backend) -> None:
+    """Serve the workload's first requests, all at once, on an engine that is thrown away."""
+    first = workload.arrivals[: settings.warmup_requests]
+    if not first:
+        return
+    engine = backend.engine(settings, 0)
+    try:
+        replay(engine, [Arrival(0.0, a.request_id, a.prompt_token_ids, a.sampling) for a in first])
+    finally:
+        engine.executor.shutdown()
+
+
+def make_workload(trial: Trial, backend: Backend) -> Workload:
+    """The trial's workload, checked against what its engine can hold.
+
+    Raises:
+        ConfigError: a request is longer than the settings allow; says which limit to raise.
+        WorkloadError: see `build_workload`.
+    """
+    settings = trial.settings
+    workload = build_workload(
+        settings.workload, trial.seed, vocab_size=backend.vocab_size(), tokenizer=backend.tokenizer()
+    )
+    longest, limits = workload.statistics["longest_total"], {"max_model_len": settings.max_model_len}
+    if settings.num_blocks is not None:
+        limits["num_blocks x block_size"] = settings.num_blocks * settings.block_size
+    for name, limit in limits.items():
+        if limit is not None and longest > limit:
+            raise ConfigError(
+                f"{trial.cell}, seed {trial.seed}: the longest request has {longest} tokens, {name} is {limit}; raise it, "
+                "or bound workload.lengths.max_total"
+            )
+    return workload
+
+
+def _summary(
+    trial: Trial, workload: Workload, backend: Backend, config: EngineConfig, records: Records, report: ReplayReport
+) -> dict[str, Any]:
+    slo = trial.settings.slo
+    measured = metrics.summarize(
+        records,
+        block_size=config.block_size,
+        start=report.start,
+        end=report.end,
+        slo=None if slo is None else metrics.SLO(**slo.model_dump()),
+        bytes_per_block=backend.bytes_per_block(trial.settings),
+    )
+    arrivals = sorted(workload.arrivals, key=lambda arrival: arrival.time)
+    rates = metrics.arrival_rates(
+        [report.start + arrival.time for arrival in arrivals],
+        [report.entered.get(arrival.request_id) for arrival in arrivals],
+        [(step.started, step.finished) for step in records.steps],
+    )
+    return {
+        "cell": trial.cell,
+        "levels": dict(trial.levels),
+        "seed": trial.seed,
+        "key": trial.key,
+        "kind": backend.kind,
+        "machine": backend.machine(),
+        "workload": {"origin": workload.origin, "warnings": list(workload.warnings), **workload.statistics},
+        "offered_rate": rates.offered,
+        "achieved_rate": rates.achieved,
+        "void": rates.is_void,
+        "unstable": metrics.queue_grows(records),
+        "worst_lag": report.worst_lag,
+        "refused": report.refused,
+        "num_blocks": config.num_blocks,
+        "block_size": config.block_size,
+        "clock_start": report.start,
+        "metrics": measured,
+    }
+
+
+def _write(directory: Path, trial: Trial, records: Records, summary: dict[str, Any]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for name, frame in (("requests", metrics.requests_frame(records)), ("steps", metrics.steps_frame(records))):
+        table = pa.Table.from_pandas(frame, schema=parquet_schema(name), preserve_index=False)
+        write_with(directory / f"{name}.parquet", lambda path, table=table: pq.write_table(table, path))
+    trace = json.dumps(metrics.chrome_trace(records, name=f"{trial.cell}, seed {trial.seed}"))
+    (directory / "trace.json").write_text(trace, encoding="utf-8")
+    write_json(directory / "summary.json", summary)
