@@ -135,6 +135,23 @@ void paged_attention(py::handle query, py::handle key_cache, py::handle value_ca
   RESEARCH_ENGINE_DISPATCH(args.query, check_attention_values(args); cpu::paged_attention(args), cuda::paged_attention(args, stream));
 }
 
+#ifdef RESEARCH_ENGINE_WITH_CUDA
+int64_t paged_attention_workspace(py::handle query, py::handle key_cache, py::handle block_tables, int path, int64_t split_size,
+                                  int64_t max_query_len, int64_t max_seq_len) {
+  PagedAttention args;
+  args.query = view(query);
+  args.key_cache = args.value_cache = view(key_cache);
+  args.block_tables = view(block_tables);
+  args.seq_lens.ndim = 1;
+  args.seq_lens.shape[0] = args.block_tables.shape[0];
+  args.path = path;
+  args.split_size = split_size;
+  args.max_query_len = max_query_len;
+  args.max_seq_len = max_seq_len;
+  return cuda::paged_attention_workspace(args);
+}
+#endif
+
 // The values alone, for metadata of a CUDA call that was copied to the host; query and key_cache give shapes only.
 void check_paged_attention(py::handle query, py::handle key_cache, py::handle block_tables, py::handle query_start_loc,
                            py::handle seq_lens, int64_t sliding_window, int64_t max_query_len, int64_t max_seq_len) {
@@ -223,6 +240,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("rotary_embedding", &rotary_embedding);
   m.def("silu_and_mul", &silu_and_mul);
 #ifdef RESEARCH_ENGINE_WITH_CUDA
+  m.def("paged_attention_workspace", &paged_attention_workspace);
   m.def("cuda_device_count", &cuda::device_count);
   m.def("cuda_device_description", &cuda::device_description);
 #endif

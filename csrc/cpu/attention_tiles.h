@@ -14,6 +14,15 @@ static_assert(kTileKeys % (kLanes * kTileVecs) == 0);
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+// Asks for rows to be brought into the second-level cache. Blocks lie anywhere in memory, so the hardware's own prefetcher
+// starts anew at each.
+template <typename T>
+inline void prefetch(const T* const* rows, int count, int head_size) {
+  constexpr int kLine = 64 / sizeof(T);
+  for (int j = 0; j < count; ++j)
+    for (int d = 0; d < head_size; d += kLine) __builtin_prefetch(rows[j] + d, 0, 2);
+}
+
 // out[g, j] = query[g, :] . keys[j][:] for j < count. query rows are padded with zeros to `query_stride` elements.
 // kLanes keys at a time: one register of partial sums each, folded together at the end; the keys stay in the first-level
 // cache from one g to the next.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from research_engine.kernels import reference
 from research_engine.kernels.activation import silu_and_mul
-from research_engine.kernels.attention import paged_attention
+from research_engine.kernels.attention import paged_attention, paged_attention_workspace
 from research_engine.kernels.build_info import build_info
 from research_engine.kernels.cache import copy_blocks, reshape_and_cache, swap_blocks
 from research_engine.kernels.norm import fused_add_rms_norm, rms_norm
@@ -16,6 +16,7 @@ from research_engine.kernels.rotary import rotary_embedding
 
 __all__ = [
     "paged_attention",
+    "paged_attention_workspace",
     "reshape_and_cache",
     "copy_blocks",
     "swap_blocks",

@@ -68,8 +68,8 @@ def paged_attention(
         path: "auto" picks a kernel for each request; "decode", "prefill" (and "simple" on CUDA) force one.
         split_size: keys that one decode item takes. Given, a row's result is bitwise the same whatever the batch around it;
             None chooses it by the batch, for speed.
-        workspace: float32, contiguous, on query's device: memory for split partials, at least `workspace_size(...)` elements.
-            Made when None.
+        workspace: CUDA only: float32, contiguous, memory for split partials, of `paged_attention_workspace(...)` elements.
+            Smaller, a row is split less (an error with split_size). Made when None.
         max_query_len, max_seq_len: upper bounds over the batch, which a CUDA launch is sized by; None takes T and
             `max_blocks * B`.
         check_values: check the values of tables, starts and lengths of a CUDA call too, which waits for the device. Those of a
@@ -98,6 +98,29 @@ def paged_attention(
         )  # fmt: skip
     _paged_attention(*arguments)
     return out
+
+
+def paged_attention_workspace(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    *,
+    path: str = "auto",
+    split_size: int | None = None,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+) -> int:
+    """How many float32 elements `paged_attention` uses as `workspace` for arguments of these shapes; 0 on the CPU.
+
+    It grows with the rows and requests alone, not with what the tensors hold, so one made for the largest batch serves all.
+    """
+    if query.is_cpu:
+        return 0
+    stream_of(query)
+    return _C.paged_attention_workspace(
+        query, key_cache, block_tables, PATHS[path], split_size or 0, max_query_len or query.shape[0],
+        max_seq_len or block_tables.shape[1] * key_cache.shape[2],
+    )  # fmt: skip
 
 
 def _check(
@@ -149,20 +172,48 @@ def _check(
         check_same_device(query=query, key_cache=key_cache, value_cache=value_cache, block_tables=block_tables,
                           query_start_loc=query_start_loc, seq_lens=seq_lens, out=out)  # fmt: skip
     if lse is not None or alibi_slopes is not None or sinks is not None or workspace is not None:
-        check_same_device(query=query, lse=lse, alibi_slopes=alibi_slopes, sinks=sinks, workspace=workspace)
-        for name, tensor, wanted in (("lse", lse, shape[:2]), ("alibi_slopes", alibi_slopes, shape[1:2]), ("sinks", sinks, shape[1:2])):
-            if tensor is not None:
-                check_rows(name, tensor, torch.float32, wanted, "[T, Hq]" if name == "lse" else "[Hq]")
-        if lse is not None and not lse.is_contiguous():
-            refuse("lse", lse, "it has to be contiguous")
-        if workspace is not None and (workspace.dtype != torch.float32 or not workspace.is_contiguous()):
-            refuse("workspace", workspace, "it has to be float32 and contiguous")
-    if path not in PATHS or (query.is_cpu and path not in CPU_PATHS):
+        _check_optional_tensors(query, lse, alibi_slopes, sinks, workspace)
+    if path not in PATHS or (path not in CPU_PATHS and query.is_cpu):
         raise ValueError(f"path={path!r}; on {device} it is one of {', '.join(CPU_PATHS if query.is_cpu else PATHS)}")
-    for name, number in (("sliding_window", sliding_window), ("softcap", softcap), ("split_size", split_size),
-                         ("max_query_len", max_query_len), ("max_seq_len", max_seq_len)):  # fmt: skip
+    if (
+        (sliding_window is not None and sliding_window <= 0)
+        or (split_size is not None and split_size <= 0)
+        or (max_query_len is not None and max_query_len <= 0)
+        or (max_seq_len is not None and max_seq_len <= 0)
+        or (softcap is not None and not softcap > 0)
+    ):
+        _refuse_numbers(sliding_window=sliding_window, softcap=softcap, split_size=split_size, max_query_len=max_query_len,
+                        max_seq_len=max_seq_len)  # fmt: skip
+
+
+def _check_optional_tensors(
+    query: torch.Tensor,
+    lse: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+) -> None:
+    check_same_device(query=query, lse=lse, alibi_slopes=alibi_slopes, sinks=sinks, workspace=workspace)
+    tokens, heads = query.shape[:2]
+    if lse is not None:
+        check_rows("lse", lse, torch.float32, (tokens, heads), "[T, Hq]")
+        if not lse.is_contiguous():
+            refuse("lse", lse, "it has to be contiguous")
+    if alibi_slopes is not None:
+        check_rows("alibi_slopes", alibi_slopes, torch.float32, (heads,), "[Hq]")
+    if sinks is not None:
+        check_rows("sinks", sinks, torch.float32, (heads,), "[Hq]")
+    if workspace is not None:
+        if query.is_cpu:
+            refuse("workspace", workspace, "the CPU kernels keep their own; leave it out")
+        if workspace.dtype != torch.float32 or not workspace.is_contiguous():
+            refuse("workspace", workspace, "it has to be float32 and contiguous")
+
+
+def _refuse_numbers(**numbers: float | None) -> None:
+    for name, number in numbers.items():
         if number is not None and not number > 0:
-            raise ValueError(f"{name}={number}; it has to be positive, or None for none")
+            raise ValueError(f"{name}={number}; it has to be positive, or None")
 
 
 def _paged_attention(
@@ -189,6 +240,11 @@ def _paged_attention(
     _check(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, out, lse, alibi_slopes, sinks, workspace,
            scale, causal, sliding_window, softcap, path, split_size, max_query_len, max_seq_len)  # fmt: skip
     stream = stream_of(query)
+    if workspace is None and not query.is_cpu:
+        size = paged_attention_workspace(
+            query, key_cache, block_tables, path=path, split_size=split_size, max_query_len=max_query_len, max_seq_len=max_seq_len
+        )
+        workspace = torch.empty(size, dtype=torch.float32, device=query.device) if size else None
     _C.paged_attention(
         query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, out, lse, alibi_slopes, sinks, workspace,
         scale, causal, sliding_window or 0, softcap or 0.0, max_query_len or query.shape[0],

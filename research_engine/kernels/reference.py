@@ -84,9 +84,10 @@ def paged_attention(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `kernels.paged_attention`. Each row gathers the keys it sees and no other, one row and head at a time."""
+    """See `kernels.paged_attention`. One row at a time, which gathers the keys that it sees and no other."""
     num_tokens, num_heads, head_size = query.shape
     _, num_kv_heads, block_size, _ = key_cache.shape
+    group = num_heads // num_kv_heads
     result = torch.zeros(num_tokens, num_heads, head_size, dtype=torch.float64, device=query.device)
     log_sums = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float64, device=query.device)
     starts, lengths, tables = query_start_loc.tolist(), seq_lens.tolist(), block_tables.tolist()
@@ -99,24 +100,21 @@ def paged_attention(
             visible = range(first, last + 1)
             blocks = [tables[request][j // block_size] for j in visible]
             offsets = [j % block_size for j in visible]
-            keys = key_cache[blocks, :, offsets].double()  # [visible, Hkv, D]
-            values = value_cache[blocks, :, offsets].double()
-            for head in range(num_heads):
-                kv_head = head // (num_heads // num_kv_heads)
-                row = query[starts[request] + i, head].double()
-                scores = scale * (keys[:, kv_head] @ row)
-                if softcap is not None:
-                    scores = softcap * torch.tanh(scores / softcap)
-                if alibi_slopes is not None:
-                    distance = torch.tensor([j - position for j in visible], dtype=torch.float64, device=query.device)
-                    scores = scores + alibi_slopes[head].double() * distance
-                candidates = scores if sinks is None else torch.cat((scores, sinks[head : head + 1].double()))
-                if len(candidates) == 0:
-                    continue
-                log_sum = torch.logsumexp(candidates, dim=0)
-                log_sums[starts[request] + i, head] = log_sum
-                if len(scores) > 0:
-                    result[starts[request] + i, head] = torch.exp(scores - log_sum) @ values[:, kv_head]
+            # [keys, Hq, D]: the keys and values that this row sees, of each query head's own KV head
+            keys = key_cache[blocks, :, offsets].double().repeat_interleave(group, dim=1)
+            values = value_cache[blocks, :, offsets].double().repeat_interleave(group, dim=1)
+            row = starts[request] + i
+            scores = scale * (keys * query[row].double()).sum(dim=-1)  # [keys, Hq]
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if alibi_slopes is not None:
+                distances = torch.tensor([j - position for j in visible], dtype=torch.float64, device=query.device)
+                scores = scores + distances[:, None] * alibi_slopes.double()
+            terms = scores if sinks is None else torch.cat((scores, sinks.double()[None]))
+            if len(terms) == 0:
+                continue
+            log_sums[row] = torch.logsumexp(terms, dim=0)
+            result[row] = (torch.exp(scores - log_sums[row])[:, :, None] * values).sum(dim=0)
     if lse is not None:
         lse.copy_(log_sums)
     return result if out is None else out.copy_(result)
