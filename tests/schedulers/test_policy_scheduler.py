@@ -1,0 +1,124 @@
+"""PolicyScheduler: whatever the three choices are, the plan keeps the rules or says which choice was no choice."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from research_engine.engine.errors import PolicyError
+from schedulers.base import PolicyScheduler
+from tests.engine.random_runs import RandomRun
+from tests.engine.shadow import drain, greedy, make_engine
+
+
+@dataclass(kw_only=True)
+class Whim(PolicyScheduler):
+    """Chooses at random: order with omissions and repetitions, quotas from -2 up, victims or none."""
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.rng = random.Random(self.seed)
+
+    def order(self, view):
+        everyone = [*view.running, *view.waiting]
+        return self.rng.choices(everyone, k=2 * len(everyone)) if everyone else []
+
+    def quota(self, request, view, budget):
+        return self.rng.choice([-2, 0, 1, 3, budget, 10 * budget])
+
+    def victim(self, candidates, needy, view):
+        return self.rng.choice([None, *candidates, *candidates])
+
+
+def test_any_choices_make_a_plan_that_keeps_the_rules():
+    """Random choices in random runs: no PlanError, and outputs as alone."""
+    for seed in range(300):
+        def policy(rng, seed=seed):
+            return Whim(
+                seed=seed, overtaking=rng.random() < 0.7, watermark=rng.choice([0.0, 0.2]),
+                admission=rng.choice(["whole", "chunk"]), preemption=rng.choice(["swap", "recompute"]),
+            )  # fmt: skip
+
+        RandomRun(seed, policy).finish()
+
+
+def test_a_request_that_the_order_names_twice_is_served_once(rows):
+    class Twice(PolicyScheduler):
+        def order(self, view):
+            return [*view.running, *view.running, *view.waiting, *view.waiting]
+
+    engine = make_engine(Twice(), max_num_seqs=2, max_num_batched_tokens=12)
+    for name in "ab":
+        engine.add_request(name, range(6), greedy(2))
+    engine.step()
+    assert rows(engine) == [{"a": 6, "b": 6}]
+
+
+def test_a_request_that_the_order_leaves_out_is_skipped(rows):
+    class OnlyB(PolicyScheduler):
+        def order(self, view):
+            return [r for r in (*view.running, *view.waiting) if r.id == "b" or view.num_running + view.num_waiting == 1]
+
+    engine = make_engine(OnlyB())
+    for name in "ab":
+        engine.add_request(name, range(6), greedy(2))
+    drain(engine)
+    assert rows(engine) == [{"b": 6}, {"b": 1}, {"a": 2}, {"a": 1}]
+
+
+def test_nobody_is_preempted_when_all_victims_together_would_not_be_enough():
+    class TakesAll(PolicyScheduler):
+        def victim(self, candidates, needy, view):
+            return candidates[-1]
+
+        def order(self, view):
+            return sorted((*view.running, *view.waiting), key=lambda r: r.id)
+
+    engine = make_engine(TakesAll(watermark=0.0), num_blocks=4)
+    engine.add_request("b", range(4), greedy(8))
+    engine.add_request("c", range(50, 54), greedy(8))
+    engine.step()
+    kept = TakesAll.victim
+    TakesAll.victim = lambda self, candidates, needy, view: next((r for r in candidates if r.id == "c"), None)
+    engine.add_request("a", range(100, 116), greedy(1))
+    engine.step()
+    assert not engine.records.steps[-1].preemptions and set(engine.records.steps[-1].request_ids) == {"b", "c"}
+    TakesAll.victim = kept
+    engine.step()
+    assert {p.request_id for p in engine.records.steps[-1].preemptions} == {"b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"quota": lambda *_: 1.5}, r"Odd.quota returned 1.5; it must return a number of tokens, an int"),
+        ({"quota": lambda *_: None}, r"Odd.quota returned None"),
+        ({"victim": lambda *_: "b"}, r"Odd.victim returned 'b'; it must return one of the candidates, or None"),
+        ({"order": lambda *_: None}, r"Odd.schedule raised TypeError"),
+    ],
+)
+def test_a_choice_that_is_no_choice_is_named(choice, message):
+    odd = type("Odd", (PolicyScheduler,), choice)(watermark=0.0)
+    engine = make_engine(odd, num_blocks=2)
+    for name in "ab":
+        engine.add_request(name, range(4), greedy(4))
+    with pytest.raises(PolicyError, match=message):
+        drain(engine)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("watermark", 1.0, "watermark = 1.0: must be a share of the blocks"),
+        ("watermark", -0.1, "watermark = -0.1"),
+        ("admission", "half", "admission = 'half': must be one of 'whole', 'chunk'"),
+        ("preemption", "drop", "preemption = 'drop': must be one of 'recompute', 'swap'"),
+    ],
+)
+def test_a_parameter_out_of_range_is_refused(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        PolicyScheduler(**{field: value})
