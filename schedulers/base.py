@@ -78,24 +78,25 @@ class PolicyScheduler(Scheduler):
 
     def schedule(self, view: EngineView) -> SchedulePlan:
         plan = _Draft(self, view)
+        tokens, gone, quota_of = plan.tokens, plan.gone, self.quota
         self.admission_closed = False
         for request in self.order(view):
-            if plan.budget <= 0:
+            budget, name, running = plan.budget, request.id, request.is_running
+            if budget <= 0:
                 break
-            name = request.id
-            if name in plan.tokens or name in plan.gone or (self.admission_closed and not request.is_running):
+            if name in tokens or name in gone or (self.admission_closed and not running):
                 continue
-            quota = self.quota(request, view, plan.budget)
-            if type(quota) is not int:
-                raise TypeError(f"{type(self).__name__}.quota returned {quota!r}; it must return a number of tokens, an int")
-            if request.is_running:
-                num_tokens = min(quota, plan.budget, request.num_uncomputed_tokens)
+            num_tokens = quota_of(request, view, budget)
+            if type(num_tokens) is not int:
+                what = f"{type(self).__name__}.quota returned {num_tokens!r}"
+                raise TypeError(f"{what}; it must return a number of tokens, an int")
+            known = request.num_uncomputed_tokens if running else view.uncomputed_tokens(request)
+            num_tokens = min(num_tokens, budget, known)
+            if running:
                 if num_tokens > 0:
                     plan.serve(request, num_tokens)
-            else:
-                num_tokens = min(quota, plan.budget, view.uncomputed_tokens(request))
-                if not (num_tokens > 0 and plan.admit(request, num_tokens)) and not self.overtaking:
-                    self.admission_closed = True
+            elif not (num_tokens > 0 and plan.admit(request, num_tokens)) and not self.overtaking:
+                self.admission_closed = True
         return SchedulePlan(plan.tokens, plan.preempt, plan.reasons)
 
 

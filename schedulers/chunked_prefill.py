@@ -28,8 +28,13 @@ class ChunkedPrefill(PolicyScheduler):
             raise ValueError(f"token_budget = {self.token_budget!r}: must be an integer >= 0 (0: the engine's)")
 
     def order(self, view: EngineView) -> Iterable[Request]:
-        yield from (request for request in view.running if request.is_decoding)
-        yield from (request for request in view.running if not request.is_decoding)
+        prompts = []
+        for request in view.running:
+            if request.is_decoding:
+                yield request
+            else:
+                prompts.append(request)
+        yield from prompts
         yield from view.waiting
 
     def quota(self, request: Request, view: EngineView, budget: int) -> int:

@@ -18,12 +18,17 @@ class FCFS(PolicyScheduler):
     """Waiting requests by arrival, then running ones; a prompt is never split unless it alone exceeds the budget."""
 
     def order(self, view: EngineView) -> Iterable[Request]:
-        yield from (request for request in view.running if not request.is_decoding)  # a prompt begun is ended first
+        decodes = []
+        for request in view.running:
+            if request.is_decoding:
+                decodes.append(request)
+            else:
+                yield request  # a prompt begun is ended first
         for request in view.waiting:
             if self.admission_closed:
                 break
             yield request
-        yield from (request for request in view.running if request.is_decoding)
+        yield from decodes
 
     def quota(self, request: Request, view: EngineView, budget: int) -> int:
         whole = view.uncomputed_tokens(request)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .request import Request, Status
+from .request import RUNNING, Request, Status
 
 if TYPE_CHECKING:
     from .contract import PreemptionMode
@@ -46,7 +46,7 @@ class BlockLedger:
 
     def cost(self, request: Request, num_tokens: int) -> int:
         """Free blocks that computing `num_tokens` more of its tokens would take, admission and copy on write included."""
-        if request._status is Status.RUNNING:
+        if request._status is RUNNING:
             blocks, start = request._block_ids, request._computed
             taken = 0
         elif request._status is Status.SWAPPED:
@@ -68,13 +68,14 @@ class BlockLedger:
 
     def grant(self, request: Request, num_tokens: int) -> bool:
         """Enter `num_tokens` more tokens for a request if the blocks suffice; says whether they did."""
-        if request._status is Status.RUNNING and not self._delta:  # nearly every call: a decode in a plan without moves
-            start, blocks = request._computed, request._block_ids
-            need = -(-(start + num_tokens) // self._block_size) - len(blocks)
-            written = start // self._block_size
-            if written >= len(blocks) or self._refs[blocks[written]] == 1:
-                if need <= 0:
+        if request._status is RUNNING and not self._delta:  # nearly every call: a decode in a plan without moves
+            start, blocks, size = request._computed, request._block_ids, self._block_size
+            held = len(blocks)
+            written = start // size
+            if written >= held or self._refs[blocks[written]] == 1:
+                if start + num_tokens <= held * size:
                     return True
+                need = -(-(start + num_tokens) // size) - held
                 if need > self.free_blocks:
                     return False
                 self.free_blocks -= need

@@ -52,17 +52,17 @@ class StepRecord:
     def of(
         cls, batch: Batch, cache: KVCache, executed: float, finished: float, num_running: int, num_waiting: int
     ) -> StepRecord:
-        rows = batch.rows
+        requests, starts, num_tokens, drew, _ = zip(*batch.rows, strict=True) if batch.rows else ((),) * 5
         return cls(
             step=batch.step,
             started=batch.started,
             committed=batch.committed,
             executed=executed,
             finished=finished,
-            request_ids=[row.request.id for row in rows],
-            starts=[row.start for row in rows],
-            num_tokens=[row.num_tokens for row in rows],
-            drew=[row.draws for row in rows],
+            request_ids=[request.id for request in requests],
+            starts=list(starts),
+            num_tokens=list(num_tokens),
+            drew=list(drew),
             num_running=num_running,
             num_waiting=num_waiting,
             blocks_used=cache.num_used_blocks,
