@@ -412,7 +412,7 @@ def _progress_bar(total: int, *, enabled: bool) -> Iterator[Callable[[int, int],
 
 @contextmanager
 def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Holds Ctrl-C back until the yielded function is called, so that it never tears a step; the second press acts at once."""
+    """Holds Ctrl-C back until the yielded function is called, so that no step is torn; a second press acts at once."""
     pressed = False
 
     def remember(signum: int, frame: object) -> None:

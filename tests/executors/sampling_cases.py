@@ -15,7 +15,9 @@ def make_request(
 ) -> Request:
     """A request that has drawn `output` already; temperature 0 unless given."""
     sampling = SamplingParams(**{"temperature": 0.0, **params})
-    request = Request("asked", prompt, sampling, arrival_time=0.0, max_tokens=64, seed=seed, stop_token_ids=frozenset(stop))
+    request = Request(
+        "asked", prompt, sampling, arrival_time=0.0, max_tokens=64, seed=seed, stop_token_ids=frozenset(stop)
+    )
     request._tokens.extend(output)
     return request
 

@@ -35,6 +35,6 @@ def test_a_number_depends_on_seed_and_position_alone():
 
 def test_numbers_fill_the_unit_interval_evenly():
     numbers = uniform([7] * 20_000, range(20_000))
-    assert 0.0 <= numbers.min() and numbers.max() < 1.0
+    assert numbers.min() >= 0.0 and numbers.max() < 1.0
     counts = np.histogram(numbers, bins=20, range=(0, 1))[0]
     assert ((counts - 1000) ** 2 / 1000).sum() < 43.8  # chi-square of 19 degrees of freedom, p = 0.001

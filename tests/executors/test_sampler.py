@@ -146,7 +146,7 @@ def test_stop_tokens_are_impossible_before_min_tokens():
 def test_logits_that_are_no_numbers_name_the_request(bad, params):
     logits = torch.zeros(3, 8)
     logits[1, 5] = bad
-    with pytest.raises(ValueError, match="'asked'.*(NaN|inf)"):
+    with pytest.raises(ValueError, match=r"'asked'.*(NaN|inf)"):
         sample(logits, [make_request(**params) for _ in range(3)])
 
 
