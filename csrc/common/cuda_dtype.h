@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -27,27 +28,28 @@ template <> __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float valu
 template <typename T> inline constexpr int kWidth = 16 / static_cast<int>(sizeof(T));
 
 template <typename T> __device__ inline void unpack(const uint4& raw, float (&values)[kWidth<T>]) {
-  const T* elements = reinterpret_cast<const T*>(&raw);
+  T elements[kWidth<T>];
+  memcpy(elements, &raw, sizeof(raw));
 #pragma unroll
   for (int e = 0; e < kWidth<T>; ++e) values[e] = to_float(elements[e]);
 }
 
 template <typename T> __device__ inline uint4 pack(const float (&values)[kWidth<T>]) {
-  uint4 raw;
-  T* elements = reinterpret_cast<T*>(&raw);
+  T elements[kWidth<T>];
 #pragma unroll
   for (int e = 0; e < kWidth<T>; ++e) elements[e] = from_float<T>(values[e]);
+  uint4 raw;
+  memcpy(&raw, elements, sizeof(raw));
   return raw;
 }
 
 // A 16-byte vector whose address need not be aligned; elements from `count` on read as zero and are not touched.
 template <typename T> __device__ inline uint4 load_elements(const T* source, int count) {
-  uint4 raw = make_uint4(0, 0, 0, 0);
-  T* elements = reinterpret_cast<T*>(&raw);
+  T elements[kWidth<T>];
 #pragma unroll
-  for (int e = 0; e < kWidth<T>; ++e) {
-    if (e < count) elements[e] = source[e];
-  }
+  for (int e = 0; e < kWidth<T>; ++e) elements[e] = e < count ? source[e] : from_float<T>(0.0f);
+  uint4 raw;
+  memcpy(&raw, elements, sizeof(raw));
   return raw;
 }
 
