@@ -30,6 +30,8 @@ def cos_sin_table(config: ModelConfig, device: torch.device | str) -> torch.Tens
     The angle is the float32 product of position and frequency, as in the reference implementations: at position 8000
     its rounding is some 2e-4 rad, and a better product would give other logits than the ones a model is judged by.
     """
-    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-    angles = torch.outer(positions, inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
+    where = "meta" if torch.device(device).type == "meta" else "cpu"  # the CPU's cosines on every device
+    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32, device=where)
+    frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    angles = torch.outer(positions, frequencies.to(where))
     return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)

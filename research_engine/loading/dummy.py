@@ -88,9 +88,15 @@ class DummyCheckpoint:
     A weight depends on the seed, its tensor's name and its index alone: the same on every device and in every dtype.
     """
 
-    def __init__(self, name: str, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
+    def __init__(self, name: str, config: ModelConfig, seed: int) -> None:
+        import torch
+
+        from research_engine.models.registry import model_class
+
         self.location = name
-        self._shapes, self._seed = shapes, seed
+        self._seed = seed
+        blank = model_class(config.architecture)(config, dtype=torch.float32, device="meta")
+        self._shapes = {name: tuple(view.shape) for name, view in blank.parameters().items()}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Exactly what the model asks for."""

@@ -97,17 +97,22 @@ def load_model(
         kind = model_class(config.architecture)
     except ConfigError as error:
         raise LoadError(f"{source.location}: {error}") from error
+    checkpoint = _open(source, config, seed)
+    check_tensors(checkpoint, config, kind, dtype)
     with torch.inference_mode():
-        model = kind(config, dtype=dtype, device=device)
+        try:
+            model = kind(config, dtype=dtype, device=device)
+        except RuntimeError as error:  # what torch raises when memory is short, on a CPU and on a GPU
+            size = config.num_parameters * dtype.itemsize / 2**30
+            raise LoadError(
+                f"{checkpoint.location}: no memory for {size:.1f} GiB of weights on {device}: {error}"
+            ) from error
         views = model.parameters()
-        checkpoint = _open(source, {name: tuple(view.shape) for name, view in views.items()}, seed)
-        derived = {name: value for name, value in model.derived().items() if name in checkpoint.shapes()}
-        _check_names(checkpoint, views, derived)
         with Progress(console=Console(stderr=True), disable=not progress, transient=True) as bar:
             for name in bar.track(views, description=f"loading {source.name}"):
                 _fill(views[name], name, checkpoint, device)
-        for name, value in derived.items():
-            if not torch.allclose(
+        for name, value in model.derived().items():
+            if name in checkpoint.shapes() and not torch.allclose(
                 checkpoint.read(name, device).float(), value.to(device).float(), rtol=1e-2, atol=1e-6
             ):
                 raise LoadError(
@@ -118,11 +123,11 @@ def load_model(
     return model
 
 
-def _open(source: ModelSource, wanted: dict[str, tuple[int, ...]], seed: int) -> Checkpoint:
+def _open(source: ModelSource, config: ModelConfig, seed: int) -> Checkpoint:
     if source.format == "dummy":
         from research_engine.loading.dummy import DummyCheckpoint
 
-        return DummyCheckpoint(source.name, wanted, seed)
+        return DummyCheckpoint(source.name, config, seed)
     if source.format == "gguf":
         from research_engine.loading.gguf import GgufCheckpoint, GgufFile
 
@@ -132,23 +137,30 @@ def _open(source: ModelSource, wanted: dict[str, tuple[int, ...]], seed: int) ->
     return SafetensorsCheckpoint(source.location)
 
 
-def _check_names(checkpoint: Checkpoint, views: dict[str, torch.Tensor], derived: dict[str, torch.Tensor]) -> None:
-    """Every wanted tensor is there with its shape, and nothing else."""
+def check_tensors(
+    checkpoint: Checkpoint, config: ModelConfig, kind: type[LlamaForCausalLM], dtype: torch.dtype
+) -> None:
+    """Every tensor the model wants is there with its shape, and nothing else; before any memory is taken."""
     shapes = checkpoint.shapes()
-    missing = [name for name in views if name not in shapes]
+    if config.num_layers > len(shapes):  # a corrupt count must not become a million layers
+        raise LoadError(f"{checkpoint.location}: {len(shapes)} tensors are too few for {config.num_layers} layers")
+    blank = kind(config, dtype=dtype, device="meta")
+    wanted, derived = blank.parameters(), blank.derived()
+    missing = [name for name in wanted if name not in shapes]
     if missing:
         raise LoadError(f"{checkpoint.location}: missing {_listing(missing)}")
-    unexpected = [name for name in shapes if name not in views and name not in derived]
+    unexpected = [name for name in shapes if name not in wanted and name not in derived]
     if unexpected:
         raise LoadError(
             f"{checkpoint.location}: unexpected {_listing(unexpected)}; the model has no place for it, and leaving it "
             "out could change results"
         )
-    for name, value in {**derived, **views}.items():
-        if shapes[name] != tuple(value.shape):
+    for name, shape in shapes.items():
+        asked = tuple((wanted[name] if name in wanted else derived[name]).shape)
+        if shape != asked:
             raise LoadError(
-                f"{checkpoint.location}: tensor {name!r} has the shape {list(shapes[name])}, the configuration asks "
-                f"for {list(value.shape)}"
+                f"{checkpoint.location}: tensor {name!r} has the shape {list(shape)}, the configuration asks for "
+                f"{list(asked)}"
             )
 
 

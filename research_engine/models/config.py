@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 ROPE_KINDS = ("linear", "llama3", "factors")
+MAX_POSITIONS = 1 << 24  # beyond any model; the rotary table has a row for each
 
 
 class ConfigError(ValueError):
@@ -88,6 +89,10 @@ class ModelConfig:
                 raise ConfigError(f"{field.name} must be a positive integer, got {value!r}")
             if field.type == "float" and not (isinstance(value, (int, float)) and value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{field.name} must be a positive number, got {value!r}")
+        if self.max_position_embeddings > MAX_POSITIONS:
+            raise ConfigError(
+                f"max_position_embeddings must be at most {MAX_POSITIONS}, got {self.max_position_embeddings}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"

@@ -52,7 +52,10 @@ def test_end_tokens_of_the_generation_config_win() -> None:
         ({"head_dim": 33}, "head_dim must be even"),
         ({"hidden_act": "gelu"}, "hidden_act must be one of silu, swish, got 'gelu'"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps must be a positive number"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "'yarn' is not supported; supported: default, linear, llama3"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "'yarn' is not supported; supported: default, linear, llama3",
+        ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized with awq"),
         ({"eos_token_id": 199}, "id 199 lies outside the vocabulary of 199"),
@@ -75,7 +78,9 @@ def test_parameters_are_counted_as_transformers_counts_them() -> None:
         reference = make_reference(**change)
         counted = sum(p.numel() for p in reference.parameters())
         assert ModelConfig.from_hf({**HF, **change}).num_parameters == counted
-    assert DUMMY_MODELS["dummy:llama3-8b"].config.num_parameters == 8_030_261_248  # as Meta's model card rounds to 8.03B
+    assert (
+        DUMMY_MODELS["dummy:llama3-8b"].config.num_parameters == 8_030_261_248
+    )  # as Meta's model card rounds to 8.03B
 
 
 def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones() -> None:
@@ -89,9 +94,16 @@ def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones() -> None:
 def test_factors_divide_the_frequencies_and_must_match_the_head_size() -> None:
     factors = tuple(float(i + 1) for i in range(16))
     plain = inverse_frequencies(32, 10000.0)
-    torch.testing.assert_close(inverse_frequencies(32, 10000.0, RopeScaling("factors", factors=factors)), plain / torch.tensor(factors))
+    torch.testing.assert_close(
+        inverse_frequencies(32, 10000.0, RopeScaling("factors", factors=factors)), plain / torch.tensor(factors)
+    )
     with pytest.raises(ConfigError, match="number head_dim / 2 = 16, got 3"):
-        ModelConfig(**{**vars(DUMMY_MODELS["dummy:tiny"].config), "rope_scaling": RopeScaling("factors", factors=(1.0, 1.0, 2.0))})
+        ModelConfig(
+            **{
+                **vars(DUMMY_MODELS["dummy:tiny"].config),
+                "rope_scaling": RopeScaling("factors", factors=(1.0, 1.0, 2.0)),
+            }
+        )
 
 
 def test_the_rotary_table_holds_cosines_first() -> None:

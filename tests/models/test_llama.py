@@ -10,7 +10,7 @@ import torch
 
 from research_engine.loading import LoadError, load_model, load_tokenizer, resolve_model
 from tests.models.paged_run import PagedRun
-from tests.models.smollm2 import smollm2_source
+from tests.models.smollm2 import smollm2_reference, smollm2_source
 from tests.models.tiny_llama import make_reference, saved
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -48,7 +48,9 @@ def test_logits_equal_transformers_on_every_position(variant: str, tmp_path: Pat
 
 def test_logits_do_not_depend_on_how_a_prompt_is_cut_or_who_shares_the_step(tmp_path: Path) -> None:
     reference = make_reference()
-    model = load_model(resolve_model(str(saved(reference, tmp_path))), dtype=torch.float32, device="cpu", progress=False)
+    model = load_model(
+        resolve_model(str(saved(reference, tmp_path))), dtype=torch.float32, device="cpu", progress=False
+    )
     long, short = prompts([70, 9])
     run = PagedRun(model, 2, 96, block_size=8)
     rows: list[list[torch.Tensor]] = [[], []]
@@ -65,12 +67,16 @@ def test_a_sharded_checkpoint_gives_the_model_of_a_single_file(tmp_path: Path) -
     assert len(list(directory.glob("*.safetensors"))) > 2
     model = load_model(resolve_model(str(directory)), dtype=torch.float32, device="cpu", progress=False)
     (ids,) = prompts([40])
-    torch.testing.assert_close(PagedRun(model, 1, 64).step([ids])[0], reference_logits(reference, ids), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        PagedRun(model, 1, 64).step([ids])[0], reference_logits(reference, ids), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     reference = make_reference()
-    model = load_model(resolve_model(str(saved(reference, tmp_path))), dtype=torch.bfloat16, device="cpu", progress=False)
+    model = load_model(
+        resolve_model(str(saved(reference, tmp_path))), dtype=torch.bfloat16, device="cpu", progress=False
+    )
     (ids,) = prompts([60])
     expected = reference_logits(reference, ids)
     logits = PagedRun(model, 1, 64).step([ids])[0]
@@ -86,7 +92,9 @@ def test_float16_on_the_cpu_is_refused() -> None:
 
 def test_greedy_tokens_equal_transformers(tmp_path: Path) -> None:
     reference = make_reference()
-    model = load_model(resolve_model(str(saved(reference, tmp_path))), dtype=torch.float32, device="cpu", progress=False)
+    model = load_model(
+        resolve_model(str(saved(reference, tmp_path))), dtype=torch.float32, device="cpu", progress=False
+    )
     ids = prompts([5, 31, 16])
     for given, tokens in zip(ids, PagedRun(model, 3, 64).greedy(ids, 24), strict=True):
         with torch.inference_mode():
@@ -103,16 +111,13 @@ def test_weights_on_the_cpu_are_packed_and_no_rows_give_no_logits() -> None:
 
 @pytest.mark.network
 def test_smollm2_logits_equal_transformers_own_reading_of_the_file() -> None:
-    pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate only")
-    from transformers import AutoModelForCausalLM
-
-    source = smollm2_source()
-    assert source.path is not None
-    reference = AutoModelForCausalLM.from_pretrained(
-        str(source.directory), gguf_file=source.path.name, dtype=torch.float32
-    ).eval()
+    source, reference = smollm2_source(), smollm2_reference()
     model, tokenizer = load_model(source, dtype=torch.float32, device="cpu", progress=False), load_tokenizer(source)
-    texts = ["The capital of France is", "def f(n):\n    return", "In 2024, 12345 cats " + "walked over the hill and " * 40]
+    texts = [
+        "The capital of France is",
+        "def f(n):\n    return",
+        "In 2024, 12345 cats " + "walked over the hill and " * 40,
+    ]
     ids = [tokenizer.encode(text) for text in texts]
     run = PagedRun(model, 3, 300)
     for given, logits in zip(ids, run.step(ids), strict=True):

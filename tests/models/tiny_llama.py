@@ -1,4 +1,4 @@
-"""Tiny random Llama models as transformers makes and saves them, the reference that loading and logits are tested against."""
+"""Tiny random Llama models as transformers makes and saves them, the reference for loading and logits."""
 
 from __future__ import annotations
 
