@@ -1,9 +1,9 @@
-"""The usual shape of a policy: three choices and three events. `PolicyScheduler` turns them into a plan that keeps the rules.
+"""The usual shape of a policy: three choices, three events; `PolicyScheduler` makes them a plan that keeps the rules.
 
 A policy subclasses it, as a dataclass whose fields are its parameters, and overrides what it cares about:
 
-    order(view)                    whom to serve, in which order, out of waiting and running alike; leaving one out skips it
-    quota(request, view, budget)   how many tokens it gets now
+    order(view)                      whom to serve, in which order, of waiting and running; leaving one out skips it
+    quota(request, view, budget)     how many tokens it gets now
     victim(candidates, needy, view)  who gives way when blocks or seats run out, or None
     on_arrival, on_step, on_finish   for policies with state
 """
@@ -129,7 +129,8 @@ class _Draft:
         others = bool(self.tokens) or self.view.num_running > len(self.gone)
         reserve = math.ceil(self.policy.watermark * self.view.num_blocks) if others else 0
         fits = self.seats > 0 and self.ledger.cost(request, whole) + reserve <= self.ledger.free_blocks
-        if not (fits and self.ledger.grant(request, num_tokens)) and not self._make_room(request, num_tokens, reserve, whole):
+        granted = fits and self.ledger.grant(request, num_tokens)
+        if not granted and not self._make_room(request, num_tokens, reserve, whole):
             lacks = "blocks" if self.seats > 0 else "seat"
             self.reasons[request.id] = f"waits: no {lacks} for it ({self.ledger.free_blocks} blocks free)"
             return False

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .base import EngineView, PolicyScheduler, Request
+from research_engine.engine.contract import EngineView, Request
+
+from .base import PolicyScheduler
 
 
 @dataclass(kw_only=True)

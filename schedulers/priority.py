@@ -2,7 +2,7 @@
 
 A request of priority p that arrived at time a ranks as p + a / ageing: `ageing` seconds of waiting are worth one level.
 The rank never changes, so two requests never swap places, and only requests that arrive within
-ageing x (p - p') seconds after a request can overtake it, p' being the most urgent priority in use: that bounds its wait.
+ageing x (p - p') seconds after a request can overtake it, p' being the most urgent priority in use: a bounded wait.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .base import EngineView, PolicyScheduler, Request
+from research_engine.engine.contract import EngineView, Request
+
+from .base import PolicyScheduler
 
 
 @dataclass(kw_only=True)
 class Priority(PolicyScheduler):
-    """Serves by rank; a waiting request takes the place of running ones of strictly lower priority, never of its equals.
+    """Serves by rank; a waiting request takes the place of running ones of strictly lower priority, never of equals.
 
     Args:
         ageing: seconds of waiting that are worth one priority level; inf turns ageing off.

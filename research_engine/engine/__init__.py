@@ -1,1 +1,1 @@
-"""The core: requests, the paged KV cache, the loop and its contract. Pure Python; nothing of the project is imported here."""
+"""The core: requests, the paged KV cache, the loop and its contract. Pure Python; imports nothing of the project."""

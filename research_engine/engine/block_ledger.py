@@ -5,6 +5,7 @@ Policies use it to plan and the KV cache uses it to check the plan, so that both
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .request import RUNNING, Request, Status
@@ -45,7 +46,8 @@ class BlockLedger:
             self.free_host_blocks -= len(request._block_ids)
 
     def cost(self, request: Request, num_tokens: int) -> int:
-        """Free blocks that computing `num_tokens` more of its tokens would take, admission and copy on write included."""
+        """Free blocks that `num_tokens` more of its tokens would take, admission and copy on write included."""
+        blocks: Sequence[int]
         if request._status is RUNNING:
             blocks, start = request._block_ids, request._computed
             taken = 0

@@ -1,6 +1,6 @@
 """What the engine, schedulers, executors and clocks promise each other. Schedulers import this module alone.
 
-One step:  EngineView -> Scheduler -> SchedulePlan -> (engine commits) -> Batch -> Executor -> StepResult -> (engine updates)
+EngineView -> Scheduler -> SchedulePlan -> (engine commits) -> Batch -> Executor -> StepResult -> (engine updates)
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .records import StepRecord
 
 __all__ = [
-    "Batch", "BlockLedger", "Clock", "EngineConfig", "EngineView", "Executor", "Preemption", "PreemptionMode", "Request",
-    "SchedulePlan", "ScheduledRequest", "Scheduler", "Status", "StepResult", "TokenLogprobs",
+    "Batch", "BlockLedger", "Clock", "EngineConfig", "EngineView", "Executor", "Preemption", "PreemptionMode",
+    "Request", "SchedulePlan", "ScheduledRequest", "Scheduler", "Status", "StepResult", "TokenLogprobs",
 ]  # fmt: skip
 
 PreemptionMode = Literal["recompute", "swap"]
@@ -234,7 +234,7 @@ class StepResult:
     Attributes:
         token_ids: one per row: the drawn token, or -1 where the row draws none.
         logprobs: row index -> log-probabilities of the drawn token, where the request asked for them.
-        prompt_logprobs: row index -> log-probabilities of the prompt tokens start + 1 ... that this row's logits predict.
+        prompt_logprobs: row index -> log-probabilities of the prompt tokens start + 1 ... that this row predicts.
     """
 
     token_ids: Sequence[int]

@@ -96,15 +96,17 @@ def replay(
 
 def _add(engine: Engine, arrival: Arrival, start: float) -> str | None:
     """Queue one arrival; returns why it was refused, or None."""
-    keywords = {
-        "arrival_time": start + arrival.time,
-        "priority": arrival.priority,
-        "client": arrival.client,
-        "deadline": None if arrival.deadline is None else start + arrival.deadline,
-        "predicted_tokens": arrival.predicted_tokens,
-    }
     try:
-        engine.add_request(arrival.request_id, arrival.prompt_token_ids, arrival.sampling, **keywords)
+        engine.add_request(
+            arrival.request_id,
+            arrival.prompt_token_ids,
+            arrival.sampling,
+            arrival_time=start + arrival.time,
+            priority=arrival.priority,
+            client=arrival.client,
+            deadline=None if arrival.deadline is None else start + arrival.deadline,
+            predicted_tokens=arrival.predicted_tokens,
+        )
     except RequestError as error:
         refused = Request(arrival.request_id, arrival.prompt_token_ids, arrival.sampling,
                           arrival_time=start + arrival.time, max_tokens=arrival.sampling.max_tokens or 0)  # fmt: skip

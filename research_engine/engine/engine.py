@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .clock import MonotonicClock
 from .config import EngineConfig
 from .contract import Batch, Clock, EngineView, Executor, SchedulePlan, Scheduler, StepResult, TokenLogprobs
-from .errors import PlanError, PolicyError, RequestError, StalledError
+from .errors import PolicyError, RequestError, StalledError
 from .kv_cache import KVCache
-from .request_rules import check_request
 from .records import Records, RequestRecord, StepRecord
 from .request import RUNNING, Request, Status
+from .request_rules import check_request
 from .sampling_params import SamplingParams
 from .text import DecodeStream, TextAssembler
 
@@ -101,7 +101,7 @@ class Engine:
         max_tokens = check_request(request_id, prompt_token_ids, sampling, self.config)
         names = [request_id] if sampling.n == 1 else [f"{request_id}/{index}" for index in range(sampling.n)]
         if request_id in self._groups or not self._names.isdisjoint(names):
-            raise RequestError(f"request {request_id!r}: a request of that id is live; ids are unique among live requests")
+            raise RequestError(f"request {request_id!r}: one of that id is live; ids are unique among live requests")
         now = self.clock.now() if arrival_time is None else arrival_time
         seed = sampling.seed if sampling.seed is not None else (self.config.seed << 32) + self._num_added
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
@@ -325,8 +325,8 @@ class Engine:
         try:
             getattr(self.scheduler, event)(about)
         except Exception as error:
-            what = f"step {self.num_steps}: {type(self.scheduler).__name__}.{event} raised {type(error).__name__}: {error}"
-            self._event_error = self._event_error or PolicyError(what)
+            where = f"step {self.num_steps}: {type(self.scheduler).__name__}.{event}"
+            self._event_error = self._event_error or PolicyError(f"{where} raised {type(error).__name__}: {error}")
             self._event_error.__cause__ = self._event_error.__cause__ or error
 
     def _raise_event_error(self) -> None:

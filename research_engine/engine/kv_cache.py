@@ -7,8 +7,9 @@
         `--------- full, its digest published               and used + evictable + free = num_blocks, always
 
 Full blocks are named by a hash chain over their tokens (a block's digest covers all tokens before it, too). A digest is
-published only after the block was computed. Blocks of refs 0 are reused at once: free ones first, then the evictable one
-released longest ago, a request's tail before its head. A block with several holders is copied before it is written.
+published only after the block was computed. Blocks of refs 0 are reused at once: free ones first, then the evictable
+one released longest ago, a request's tail before its head. A block with several holders is copied before it is written,
+and a published one is never written.
 """
 
 from __future__ import annotations
@@ -91,12 +92,12 @@ class KVCache:
         """
         sibling = request.sibling
         shared = request._num_prompt - 1
-        if sibling is not None and sibling._status is Status.RUNNING and sibling._computed > shared:
-            if request._computed == 0 and len(request._tokens) == request._num_prompt:
-                whole = shared // self.block_size
-                if sibling._published > whole:  # the last one is findable by others and must not be written: leave it
-                    return sibling._block_ids[:whole], whole * self.block_size
-                return sibling._block_ids[: whole + 1], shared
+        drew_none = request._computed == 0 and len(request._tokens) == request._num_prompt
+        if sibling is not None and sibling._status is RUNNING and sibling._computed > shared and drew_none:
+            whole = shared // self.block_size
+            if sibling._published > whole:  # others may find that block, so it must not be written: leave it out
+                return sibling._block_ids[:whole], whole * self.block_size
+            return sibling._block_ids[: whole + 1], shared
         if not self._prefix_caching or request.sampling.prompt_logprobs is not None:
             return (), 0
         most = (len(request._tokens) - 1) // self.block_size
@@ -296,9 +297,10 @@ class KVCache:
             host.extend(request._host_block_ids)
             refs.update(request._block_ids)
             computed = 0 if request._status is Status.WAITING else request._computed
-            blocks = len(request._block_ids) + len(request._host_block_ids)
-            if blocks * self.block_size < computed or len(set(request._block_ids)) != len(request._block_ids):
-                raise IntegrityError(f"{request!r} has blocks {request._block_ids}: too few for its tokens, or one twice")
+            held_ids = request._block_ids
+            slots = (len(held_ids) + len(request._host_block_ids)) * self.block_size
+            if slots < computed or len(set(held_ids)) != len(held_ids):
+                raise IntegrityError(f"{request!r} has blocks {held_ids}: too few for its tokens, or one twice")
             if request._status is Status.RUNNING:
                 holders += 1
                 held += request._computed

@@ -55,7 +55,8 @@ def check_plan(
             raise PlanError(rule, step=step, request_id=name)
         total += num_tokens
     if total > config.max_num_batched_tokens:
-        raise PlanError(f"it holds {total} tokens, max_num_batched_tokens is {config.max_num_batched_tokens}", step=step)
+        rule = f"it holds {total} tokens, max_num_batched_tokens is {config.max_num_batched_tokens}"
+        raise PlanError(rule, step=step)
     seats = cache.num_running + admitted - len(plan.preempt)
     if admitted and seats > config.max_num_seqs:
         raise PlanError(f"{seats} requests would hold blocks, max_num_seqs is {config.max_num_seqs}", step=step)
@@ -67,10 +68,10 @@ def _check_preemptions(
     gone: set[str] = set()
     for preemption in plan.preempt:
         if not isinstance(preemption, Preemption) or not isinstance(preemption.request_id, str):
-            raise PlanError(f"preempt holds {preemption!r}; it must hold Preemption(request_id, mode, reason)", step=step)
+            rule = f"preempt holds {preemption!r}; it must hold Preemption(request_id, mode, reason)"
+            raise PlanError(rule, step=step)
         name, mode = preemption.request_id, preemption.mode
-        request = requests.get(name)
-        rule = None
+        request, rule = requests.get(name), ""
         if request is None:
             rule = "is preempted, but no such request is live"
         elif not request.is_running:
@@ -86,7 +87,7 @@ def _check_preemptions(
                 f"swapping it needs {request.num_blocks} host blocks, {ledger.free_host_blocks} are free "
                 f"of num_host_blocks = {config.num_host_blocks}"
             )
-        if rule is not None:
+        if rule:
             raise PlanError(rule, step=step, request_id=name)
         assert request is not None
         gone.add(name)

@@ -1,4 +1,7 @@
-"""What every step and every request leaves behind. Metrics, traces, plots, calibration and replay read these and nothing else."""
+"""What every step and every request leaves behind.
+
+Metrics, traces, plots, calibration and replay read these records and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ class StepRecord:
 
     Attributes:
         step: number of the step.
-        started, committed, executed, finished: clock seconds when scheduling began, the plan was committed, the executor
-            returned, and the step's update ended. Tokens of a step come out at `executed`.
+        started, committed, executed, finished: clock seconds when scheduling began, the plan was committed, the
+            executor returned, and the step's update ended. Tokens of a step come out at `executed`.
         request_ids: whose row.
         starts: tokens already computed before the step.
         num_tokens: tokens computed in it.

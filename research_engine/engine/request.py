@@ -1,7 +1,7 @@
 """One sequence: its tokens, how many of them are computed, and the blocks that hold them.
 
 A request has no phase. `num_computed_tokens` chases `num_tokens`: prefill, chunk, decode, prefix hit and recompute are
-the same thing with other numbers. Schedulers read the properties; only the engine package writes the underscored fields.
+the same thing with other numbers. Schedulers read properties; the engine package alone writes the underscored fields.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Request:
         "_admitted_time", "_block_ids", "_cached_tokens", "_computed", "_digests", "_finish_reason", "_finish_time",
         "_first_scheduled_time", "_first_token_time", "_host_block_ids", "_last_token_time", "_length_limit",
         "_num_prompt", "_peak_computed", "_preemptions", "_prompt_logprobs", "_published", "_recomputed", "_status",
-        "_stop_ids", "_text", "_tokens", "arrival_time", "client", "deadline", "group_id", "id", "index", "predicted_tokens",
-        "priority", "sampling", "seed", "sibling",
+        "_stop_ids", "_text", "_tokens", "arrival_time", "client", "deadline", "group_id", "id", "index",
+        "predicted_tokens", "priority", "sampling", "seed", "sibling",
     )  # fmt: skip
 
     def __init__(

@@ -35,15 +35,15 @@ def check_request(request_id: str, prompt: Sequence[int], sampling: SamplingPara
         raise refused("the prompt is empty; it needs at least one token")
     limit = config.max_model_len
     if len(prompt) >= limit:
-        raise refused(
-            f"the prompt has {len(prompt)} tokens; with max_model_len = {limit} at most {limit - 1} leave room for an output"
-        )
+        rule = f"with max_model_len = {limit} at most {limit - 1} leave room for an output"
+        raise refused(f"the prompt has {len(prompt)} tokens; {rule}")
     named = [("prompt", prompt), ("stop_token_ids", sampling.stop_token_ids), ("logit_bias", list(sampling.logit_bias))]
     for name, ids in named:
         low, high = (min(ids), max(ids)) if len(ids) else (0, 0)
         if low < 0 or (config.vocab_size and high >= config.vocab_size):
             bad = low if low < 0 else high
-            top = f"{config.vocab_size - 1} (vocabulary of {config.vocab_size})" if config.vocab_size else "the vocabulary"
+            size = config.vocab_size
+            top = f"{size - 1} (vocabulary of {size})" if size else "the vocabulary's size"
             raise refused(f"{name} holds token id {bad}; ids go from 0 to {top}")
     room = limit - len(prompt)
     max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)

@@ -125,7 +125,7 @@ def too_many_blocks_or_tokens(plan: SchedulePlan, view: EngineView, rng: random.
     everyone = [*view.running, *view.waiting]
     tokens = {request.id: view.uncomputed_tokens(request) for request in everyone}
     ledger = view.ledger()
-    fits = all([ledger.grant(request, tokens[request.id]) for request in everyone])
+    fits = all(ledger.grant(request, tokens[request.id]) for request in everyone)
     seats = view.num_running + view.num_waiting <= view.max_num_seqs
     return None if fits and seats and sum(tokens.values()) <= view.max_num_batched_tokens else SchedulePlan(tokens)
 
@@ -143,7 +143,17 @@ def wrong_containers(plan: SchedulePlan, view: EngineView, rng: random.Random) -
 
 
 BREAKERS: list[Breaker] = [
-    unknown_request, zero_or_odd_tokens, more_than_known, preempts_who_does_not_run, preempts_nobody_known, preempts_twice,
-    preempts_and_schedules, preempts_in_an_unknown_way, preempts_by_something_else, swaps_without_room, too_many_seats,
-    too_many_blocks_or_tokens, wrong_containers,
-]  # fmt: skip
+    unknown_request,
+    zero_or_odd_tokens,
+    more_than_known,
+    preempts_who_does_not_run,
+    preempts_nobody_known,
+    preempts_twice,
+    preempts_and_schedules,
+    preempts_in_an_unknown_way,
+    preempts_by_something_else,
+    swaps_without_room,
+    too_many_seats,
+    too_many_blocks_or_tokens,
+    wrong_containers,
+]

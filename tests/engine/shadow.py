@@ -1,8 +1,8 @@
 """A KV store without tensors, the oracle of the engine's tests: each slot remembers the token prefix that wrote it.
 
-`ShadowExecutor` carries a batch out on that store. It fails the test the moment a row would read a slot that holds anything
-but its own prefix, and draws each token as a function of the whole prefix and the request's seed alone, so that whatever
-the schedule was, a request's output must equal `alone(...)`, which needs no engine.
+`ShadowExecutor` carries a batch out on that store. It fails the test the moment a row would read a slot that holds
+anything but its own prefix, and draws each token as a function of the whole prefix and the request's seed alone:
+whatever the schedule was, a request's output must equal `alone(...)`, which needs no engine.
 """
 
 from __future__ import annotations

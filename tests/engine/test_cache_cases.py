@@ -33,8 +33,8 @@ def starts(engine: Any) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("policy", ALL)
-@pytest.mark.parametrize(("prompt", "most", "numbers"), [(12, 1, "12 prompt"), (8, 4, "max_tokens = 4 need 11 KV slots")])
-def test_a_request_larger_than_the_cache_is_refused_with_the_numbers_and_the_queue_goes_on(policy, prompt, most, numbers):
+@pytest.mark.parametrize(("prompt", "most", "numbers"), [(12, 1, "12 prompt"), (8, 4, "= 4 need 11 KV slots")])
+def test_a_request_larger_than_the_cache_is_refused_and_the_queue_goes_on(policy, prompt, most, numbers):
     """S1: 2 blocks of 4; prompt 12, or prompt 8 and 4 output tokens."""
     engine = make_engine(policy(), num_blocks=2)
     engine.add_request("before", [1, 2], greedy(2))
@@ -70,7 +70,7 @@ def test_a_whole_prompt_hit_still_computes_a_token_and_keeps_the_hash_chain(poli
 
 
 def test_blocks_not_yet_computed_are_not_found():
-    """S3: two equal prompts in one step share nothing, and each block has one owner; the next step's request does hit."""
+    """S3: two equal prompts in one step share nothing, each block has one owner; the next step's request does hit."""
     engine = make_engine(FCFS())
     a, b = (engine.add_request(name, range(9), greedy(4))[0] for name in "ab")
     engine.step()
@@ -137,7 +137,7 @@ def test_no_one_is_preempted_in_the_middle_of_a_block():
 
 
 def test_hits_are_looked_up_anew_at_every_try():
-    """S6: admission fails; meanwhile the prefix comes into the cache, and is gone again; each view says what is true."""
+    """S6: admission fails; meanwhile the prefix comes into the cache, and goes again; each view says what is true."""
     engine = make_engine(Script(SchedulePlan({"a": 8}), SchedulePlan()), num_blocks=4)
     engine.add_request("a", range(8), greedy(5))
     (b,) = engine.add_request("b", range(9), greedy())

@@ -1,4 +1,4 @@
-"""A policy that breaks a rule gets a PlanError that names it; the books stay as they were, bit by bit, and life goes on."""
+"""A policy that breaks a rule gets a PlanError that names it; the books stay as they were and life goes on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ REQUEST_FIELDS = [
 
 def snapshot(engine: Engine) -> dict[str, Any]:
     """Everything that a plan could change, copied deep."""
-    cache = {k: list(v.items()) if isinstance(v, dict) else v for k, v in vars(engine.kv_cache).items() if k != "_config"}
+    books = {name: value for name, value in vars(engine.kv_cache).items() if name != "_config"}
+    cache = {name: list(value.items()) if isinstance(value, dict) else value for name, value in books.items()}
     places = (engine._live, engine._running, engine._returning, engine._new, engine._groups, engine._held_back)
     requests = [r for group in engine._groups.values() for r in group]
     return copy.deepcopy({
@@ -75,10 +76,9 @@ class Scripted(Scheduler):
 
 @pytest.fixture
 def engine() -> Engine:
-    """a and b run with 8 tokens in 2 of 6 blocks each, c and d wait, 1 host block, 2 seats; 12 tokens a step."""
-    engine = make_engine(
-        Scripted(), num_blocks=6, num_host_blocks=1, max_num_seqs=2, max_num_batched_tokens=20, enable_prefix_caching=False
-    )
+    """a and b run with 8 tokens in 2 of 6 blocks each, c and d wait, 1 host block, 2 seats; 20 tokens a step."""
+    sizes = {"num_blocks": 6, "num_host_blocks": 1, "max_num_seqs": 2, "max_num_batched_tokens": 20}
+    engine = make_engine(Scripted(), enable_prefix_caching=False, **sizes)
     for name in "abcd":
         engine.add_request(name, range(8 if name in "ab" else 12), greedy(8))
     engine.scheduler.plan = SchedulePlan({"a": 8, "b": 8})
@@ -86,28 +86,34 @@ def engine() -> Engine:
     return engine
 
 
+a, b = Preemption("a"), Preemption("b")
 BROKEN = {
     "unknown": (SchedulePlan({"z": 1}), "request 'z': is scheduled, but no such request is live"),
     "zero tokens": (SchedulePlan({"a": 0}), "request 'a': gets 0 tokens; it must be an integer >= 1"),
     "fractional tokens": (SchedulePlan({"a": 1.0}), "request 'a': gets 1.0 tokens; it must be an integer >= 1"),
     "beyond the known": (SchedulePlan({"a": 2}), "request 'a': gets 2 tokens, but only 1 are known and not computed"),
     "too few blocks": (
-        SchedulePlan({"a": 1, "c": 9}, [Preemption("b", "recompute")]),
-        "",
+        SchedulePlan({"a": 1, "b": 1, "c": 4}),
+        "request 'c': needs 1 more blocks for 4 tokens, 0 are left of 6",
     ),
-    "budget": (SchedulePlan({"c": 12, "d": 9}, [Preemption("a"), Preemption("b")]), "it holds 21 tokens, max_num_batched_tokens is 20"),
+    "budget": (SchedulePlan({"c": 12, "d": 9}, [a, b]), "it holds 21 tokens, max_num_batched_tokens is 20"),
     "seats": (SchedulePlan({"c": 1}), "3 requests would hold blocks, max_num_seqs is 2"),
     "victim unknown": (SchedulePlan({}, [Preemption("z")]), "request 'z': is preempted, but no such request is live"),
     "victim waits": (SchedulePlan({}, [Preemption("c")]), "request 'c': is preempted, but it is waiting, not running"),
-    "victim twice": (SchedulePlan({}, [Preemption("a"), Preemption("a")]), "request 'a': is preempted twice in one plan"),
-    "victim scheduled": (SchedulePlan({"a": 1}, [Preemption("a")]), "request 'a': is preempted and scheduled in one plan"),
-    "mode": (SchedulePlan({}, [Preemption("a", "drop")]), "request 'a': preemption mode 'drop' is neither 'recompute' nor 'swap'"),
-    "host": (SchedulePlan({}, [Preemption("a", "swap")]), "request 'a': swapping it needs 2 host blocks, 1 are free of num_host_blocks = 1"),
+    "victim twice": (SchedulePlan({}, [a, a]), "request 'a': is preempted twice in one plan"),
+    "victim scheduled": (SchedulePlan({"a": 1}, [a]), "request 'a': is preempted and scheduled in one plan"),
+    "mode": (
+        SchedulePlan({}, [Preemption("a", "drop")]),
+        "request 'a': preemption mode 'drop' is neither 'recompute' nor 'swap'",
+    ),
+    "host": (
+        SchedulePlan({}, [Preemption("a", "swap")]),
+        "request 'a': swapping it needs 2 host blocks, 1 are free of num_host_blocks = 1",
+    ),
     "no preemption": (SchedulePlan({}, ["a"]), "preempt holds 'a'; it must hold Preemption(request_id, mode, reason)"),
     "tokens a list": (SchedulePlan(["a"]), "tokens is ['a']; it must map request ids to numbers of tokens"),
     "preempt a generator": (SchedulePlan({}, (p for p in ())), "it must be a list or tuple of Preemption"),
-}  # fmt: skip
-BROKEN["too few blocks"] = (SchedulePlan({"a": 1, "b": 1, "c": 4}), "request 'c': needs 1 more blocks for 4 tokens, 0 are left of 6")
+}
 
 
 @pytest.mark.parametrize("case", BROKEN)

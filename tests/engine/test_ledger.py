@@ -1,4 +1,4 @@
-"""The law of the what-if account: what the ledger says of a plan is what carrying it out does, in any state, in any order."""
+"""The law of the what-if account: what the ledger says of a plan is what commit does, in any state, in any order."""
 
 from __future__ import annotations
 

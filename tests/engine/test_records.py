@@ -18,7 +18,8 @@ def small_and_crowded(seed: int, **sizes):
     """A pool too small for its requests: random prompts, preemption by recompute and swap."""
     rng = random.Random(seed)
     engine = make_engine(
-        RandomPolicy(rng, 0.1, 0.1, 0.5), num_blocks=8, num_host_blocks=4, stall_limit=2000, clock=ManualClock(0.01), **sizes
+        RandomPolicy(rng, 0.1, 0.1, 0.5),
+        **{"num_blocks": 8, "num_host_blocks": 4, "stall_limit": 2000, "clock": ManualClock(0.01), **sizes},
     )
     for i in range(6):
         prompt = [1000 * i + rng.randrange(1000) for _ in range(rng.randint(1, 12))]

@@ -1,4 +1,4 @@
-"""Text of an output: stop strings over token borders, min_tokens, incomplete characters; streamed text is the whole text."""
+"""Text of an output: stop strings over token borders, min_tokens, incomplete characters; streaming loses nothing."""
 
 from __future__ import annotations
 

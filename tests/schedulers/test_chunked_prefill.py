@@ -36,7 +36,7 @@ def test_the_token_budget_of_a_step_is_kept_and_used(rows, budget, limit):
     totals = [sum(step.values()) for step in rows(engine)]
     assert max(totals) == limit
     work = 25 * 4
-    assert all(total == limit for total in totals[: work // limit - 2]), "while prompts wait, no step is left half empty"
+    assert all(total == limit for total in totals[: work // limit - 2]), "prompts wait, and a step is half empty"
 
 
 def test_prompts_wait_while_answers_fill_the_token_budget(rows):
@@ -72,5 +72,5 @@ def test_the_outputs_are_those_of_any_budget():
 
 @pytest.mark.parametrize("value", [-1, 1.5, "8"])
 def test_a_budget_that_is_no_number_of_tokens_is_refused(value):
-    with pytest.raises(ValueError, match="token_budget = .*must be an integer >= 0"):
+    with pytest.raises(ValueError, match=r"token_budget = .*must be an integer >= 0"):
         ChunkedPrefill(token_budget=value)

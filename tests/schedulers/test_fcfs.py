@@ -26,7 +26,7 @@ def test_first_tokens_come_in_the_order_of_arrival(rows):
 
 
 def test_a_prompt_is_computed_in_one_step_unless_it_alone_exceeds_the_budget(rows):
-    """It waits for a step with room rather than being split; the one larger than any step is split, alone in its step."""
+    """It waits for a step with room rather than being split; the one larger than any step is split, alone in it."""
     engine = make_engine(FCFS(), max_num_batched_tokens=16, num_blocks=32)
     for name, prompt in (("a", range(10)), ("b", range(100, 110)), ("long", range(200, 240))):
         engine.add_request(name, prompt, greedy(3))
@@ -39,7 +39,7 @@ def test_a_prompt_is_computed_in_one_step_unless_it_alone_exceeds_the_budget(row
 
 
 def test_a_prompt_goes_before_the_decodes_of_its_step(rows):
-    """A long prompt takes the budget, and the running request gets no token in that step: the stall that chunking cures."""
+    """A long prompt takes the budget, and the running request gets no token: the stall that chunking cures."""
     engine = make_engine(FCFS(), max_num_batched_tokens=16)
     engine.add_request("runs", range(4), greedy(6))
     engine.step()

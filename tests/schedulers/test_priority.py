@@ -67,7 +67,7 @@ def test_the_lowest_of_the_running_gives_way():
 
 
 def wait_of_the_least_urgent(ageing: float, horizon: int) -> float | None:
-    """A new urgent request in every second, each of which takes a second; when is the one of priority 10 first served?"""
+    """A new urgent request in every second, each of which takes one; when is that of priority 10 first served?"""
     clock = ManualClock()
     engine = make_engine(Priority(ageing=ageing), max_num_seqs=1, clock=clock)
     (least,) = engine.add_request("least", [1], greedy(1), priority=10, arrival_time=0.0)
@@ -108,5 +108,5 @@ def test_a_request_that_aged_past_a_higher_priority_is_not_preempted_by_it():
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan])
 def test_an_ageing_that_is_no_time_is_refused(value):
-    with pytest.raises(ValueError, match="ageing = .*must be seconds > 0"):
+    with pytest.raises(ValueError, match=r"ageing = .*must be seconds > 0"):
         Priority(ageing=value)

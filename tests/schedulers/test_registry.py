@@ -82,7 +82,7 @@ def test_a_class_with_the_bare_contract_will_do(file):
     [
         ("fcsf", {}, r"no scheduler 'fcsf'; valid ones, nearest first: fcfs, .*path/to/file.py:ClassName"),
         ("chunked", {}, r"nearest first: chunked_prefill"),
-        ("fcfs", {"watermrk": 1}, r"scheduler 'fcfs' has no parameter 'watermrk'; valid ones, nearest first: watermark"),
+        ("fcfs", {"watermrk": 1}, r"'fcfs' has no parameter 'watermrk'; valid ones, nearest first: watermark"),
         ("fcfs", {"admission_closed": True}, r"has no parameter 'admission_closed'"),
         ("fcfs", {"watermark": 7}, r"watermark = 7: must be a share"),
         ("fcfs", {"watermark": "much"}, r"scheduler 'fcfs' cannot be made with .*'much'"),
@@ -102,5 +102,5 @@ def test_what_is_wrong_is_said_with_the_nearest_first(file, name, parameters, me
 def test_a_file_that_cannot_be_loaded_is_named(tmp_path, source):
     path = tmp_path / "broken.py"
     path.write_text(source)
-    with pytest.raises(ValueError, match="broken.py cannot be loaded: (SyntaxError|ModuleNotFoundError|RuntimeError)"):
+    with pytest.raises(ValueError, match=r"broken.py cannot be loaded: (SyntaxError|ModuleNotFoundError|RuntimeError)"):
         schedulers.create(f"{path}:X")
