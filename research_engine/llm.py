@@ -64,10 +64,14 @@ def load(options: EngineOptions, *, progress: bool = True) -> LoadedModel:
         most = config.max_position_embeddings
         raise OptionError(f"max_model_len = {options.max_model_len}: {options.model} has {most} positions at most")
     tokenizer = None if options.skip_tokenizer_init else loading.load_tokenizer(source)
-    if options.load_format == "dummy":
-        model = _with_dummy_weights(options, config, dtype, device)
-    else:
-        model = loading.load_model(source, dtype=dtype, device=device, seed=options.seed, progress=progress)
+    model = loading.load_model(
+        source,
+        dtype=dtype,
+        device=device,
+        dummy_weights=options.load_format == "dummy",
+        seed=options.seed,
+        progress=progress,
+    )
     return LoadedModel(source, config, model, tokenizer)
 
 
@@ -156,26 +160,6 @@ def engine_config(
         seed=options.seed,
         check_integrity=options.check_integrity,
     )
-
-
-def _with_dummy_weights(
-    options: EngineOptions, config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> LlamaForCausalLM:
-    import torch
-
-    from research_engine.loading.dummy import DummyCheckpoint
-    from research_engine.models.registry import model_class
-
-    with torch.inference_mode():
-        model = model_class(config.architecture)(config, dtype=dtype, device=device)
-        views = model.parameters()
-        checkpoint = DummyCheckpoint(
-            options.model, {name: tuple(view.shape) for name, view in views.items()}, options.seed
-        )
-        for name, view in views.items():
-            view.copy_(checkpoint.read(name, device))
-        model.prepare()
-    return model
 
 
 @dataclass

@@ -71,13 +71,20 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
 
 def load_model(
-    source: ModelSource, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0, progress: bool = True
+    source: ModelSource,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    dummy_weights: bool = False,
+    seed: int = 0,
+    progress: bool = True,
 ) -> LlamaForCausalLM:
     """Build the model and fill it. ``seed`` is for dummy weights.
 
     Args:
         dtype: float32, bfloat16, or on a GPU float16; weights are converted to it.
         device: where the model lives.
+        dummy_weights: fill it with pseudo-random weights whatever the source holds.
         progress: show a bar on standard error.
 
     Raises:
@@ -97,7 +104,7 @@ def load_model(
         kind = model_class(config.architecture)
     except ConfigError as error:
         raise LoadError(f"{source.location}: {error}") from error
-    checkpoint = _open(source, config, seed)
+    checkpoint = open_checkpoint(source, config, seed=seed, dummy_weights=dummy_weights)
     check_tensors(checkpoint, config, kind, dtype)
     with torch.inference_mode():
         try:
@@ -123,8 +130,11 @@ def load_model(
     return model
 
 
-def _open(source: ModelSource, config: ModelConfig, seed: int) -> Checkpoint:
-    if source.format == "dummy":
+def open_checkpoint(
+    source: ModelSource, config: ModelConfig, *, seed: int = 0, dummy_weights: bool = False
+) -> Checkpoint:
+    """The source's weights, or pseudo-random ones, to be read tensor by tensor under Hugging Face's names."""
+    if dummy_weights or source.format == "dummy":
         from research_engine.loading.dummy import DummyCheckpoint
 
         return DummyCheckpoint(source.name, config, seed)
