@@ -92,6 +92,7 @@ def paged_attention(
         torch.ops.research_engine.paged_attention(*arguments)
         return out
     if check_values:
+        _check(*arguments)
         _C.check_paged_attention(
             query, key_cache, host(block_tables), host(query_start_loc), host(seq_lens), sliding_window or 0, max_query_len or 0,
             max_seq_len or 0,

@@ -46,6 +46,7 @@ def reshape_and_cache(
         torch.ops.research_engine.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
         return
     if check_values:
+        _check_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
         _C.check_slots(host(slot_mapping), key_cache.shape[0] * key_cache.shape[2])
     _reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
 
@@ -67,6 +68,7 @@ def copy_blocks(kv_cache: torch.Tensor, pairs: torch.Tensor, *, check_values: bo
         torch.ops.research_engine.copy_blocks(kv_cache, pairs)
         return
     if check_values:
+        _check_copy_blocks(kv_cache, pairs)
         _C.check_block_pairs(host(pairs), kv_cache.shape[2], kv_cache.shape[2], True)
     _copy_blocks(kv_cache, pairs)
 

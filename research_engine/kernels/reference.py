@@ -111,10 +111,12 @@ def paged_attention(
                 distances = torch.tensor([j - position for j in visible], dtype=torch.float64, device=query.device)
                 scores = scores + distances[:, None] * alibi_slopes.double()
             terms = scores if sinks is None else torch.cat((scores, sinks.double()[None]))
-            if len(terms) == 0:
+            if len(scores) == 0:
+                log_sums[row] = -torch.inf if sinks is None else sinks.double()
                 continue
             log_sums[row] = torch.logsumexp(terms, dim=0)
-            result[row] = (torch.exp(scores - log_sums[row])[:, :, None] * values).sum(dim=0)
+            weights = torch.softmax(terms, dim=0)[: len(scores)]  # [keys, Hq]
+            result[row] = (weights[:, :, None] * values).sum(dim=0)
     if lse is not None:
         lse.copy_(log_sums)
     return result if out is None else out.copy_(result)

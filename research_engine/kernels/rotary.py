@@ -43,6 +43,7 @@ def rotary_embedding(
         torch.ops.research_engine.rotary_embedding(positions, query, key, cos_sin, interleaved)
         return
     if check_values:
+        _check(positions, query, key, cos_sin, interleaved)
         _C.check_positions(host(positions), cos_sin.shape[0])
     _rotary_embedding(positions, query, key, cos_sin, interleaved)
 

@@ -1,0 +1,94 @@
+"""Every op is a well-behaved torch operator, and the module says what it was built with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from research_engine import kernels
+from research_engine.kernels.build_info import openmp_runtimes
+from tests.kernels.attention_cases import make_batch
+
+ops = torch.ops.research_engine
+
+
+def arguments(name: str, device: str) -> tuple[object, ...]:
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device)
+
+    pairs = torch.tensor([(0, 1), (2, 3)])
+    if name == "rms_norm":
+        return randn(3, 16), randn(16), randn(3, 16), 1e-5
+    if name == "fused_add_rms_norm":
+        return randn(3, 16), randn(3, 16), randn(16), 1e-5
+    if name == "silu_and_mul":
+        return randn(3, 16), randn(3, 8)
+    if name == "rotary_embedding":
+        return torch.arange(3, device=device), randn(3, 4, 16), randn(3, 2, 16), randn(5, 16), False
+    if name == "reshape_and_cache":
+        return randn(3, 2, 16), randn(3, 2, 16), randn(4, 2, 8, 16), randn(4, 2, 8, 16), torch.tensor([3, -1, 30], device=device)
+    if name == "copy_blocks":
+        return randn(2, 2, 4, 2, 8, 16), pairs
+    if name == "swap_blocks":
+        host = torch.randn(2, 2, 4, 2, 8, 16)
+        return randn(2, 2, 4, 2, 8, 16), host if device == "cpu" else host.pin_memory(), pairs
+    batch = make_batch([(1, 20), (5, 9)], device=device)
+    lse = torch.empty(batch.query.shape[:2], device=device)
+    return (*batch.tensors(), torch.empty_like(batch.query), lse, None, None, None, 0.1, True, None, 5.0, "auto", None, None, None)
+
+
+NAMES = ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding", "reshape_and_cache", "copy_blocks", "swap_blocks",
+         "paged_attention"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(device: str, name: str) -> None:
+    torch.library.opcheck(getattr(ops, name).default, arguments(name, device))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fake_tensors_pass_without_running_and_are_checked(name: str) -> None:
+    real = arguments(name, "cpu")
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in real]
+        getattr(ops, name)(*fakes)
+        fakes[0] = fakes[0][0]  # one dimension less
+        with pytest.raises(ValueError, match="shape"):
+            getattr(ops, name)(*fakes)
+
+
+def test_the_front_traces_into_one_graph(device: str) -> None:
+    def block(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x, residual = x.clone(), residual.clone()
+        kernels.fused_add_rms_norm(x, residual, weight, 1e-5)
+        return kernels.silu_and_mul(kernels.rms_norm(x, weight, 1e-5)) + residual[:, :8]
+
+    inputs = [torch.randn(*shape, device=device) for shape in ((3, 16), (3, 16), (16,))]
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*inputs), block(*inputs))
+
+
+def test_one_openmp_runtime_in_the_process() -> None:
+    kernels.rms_norm(torch.ones(1, 4), torch.ones(4), 1e-5)
+    assert len(openmp_runtimes()) <= 1, "torch and the extension would fight for the cores"
+
+
+def test_the_extension_imports_without_torch() -> None:
+    code = "import sys, research_engine._C as c; assert 'torch' not in sys.modules; assert c.num_threads() > 0"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_package_imports_without_torch() -> None:
+    code = "import sys, research_engine; assert 'torch' not in sys.modules; assert 'kernels' in dir(research_engine)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_build_info_names_compiler_and_flags() -> None:
+    info = kernels.build_info()
+    assert info["built"] and info["compiler"] and "-O3" in info["cpu_flags"]
+    assert bool(info["cuda_archs"]) == info["built_with_cuda"]
+    assert all(isinstance(problem, str) for problem in info["problems"])
