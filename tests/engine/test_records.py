@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from research_engine.engine.contract import EngineView, SchedulePlan
+from research_engine.engine.contract import EngineView, SchedulePlan, TokenLogprobs
 from schedulers.chunked_prefill import ChunkedPrefill
 from schedulers.fcfs import FCFS
 
@@ -68,6 +68,32 @@ def test_each_known_token_but_the_last_is_computed_once_or_counted_as_recomputed
             known = record.prompt_tokens + record.output_tokens - 1
             assert sum(count for count, _ in rows) == known + record.recomputed_tokens
             assert sum(drew for _, drew in rows) == record.output_tokens
+
+
+def test_prompt_log_probabilities_are_collected_once_over_chunks_and_preemptions():
+    """Each prompt token but the first has one entry, in order, however often its row was computed."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        engine = make_engine(RandomPolicy(rng, 0.2, 0.1, 0.2), num_blocks=8, stall_limit=2000)
+        execute = engine.executor.execute
+
+        def with_logprobs(batch, execute=execute):
+            result = execute(batch)
+            result.prompt_logprobs = {
+                index: [TokenLogprobs(token_id, -1.0, 1, ()) for token_id in predicted]
+                for index, row in enumerate(batch.rows)
+                if (predicted := row.request.prompt_token_ids[row.start + 1 : row.start + row.num_tokens + 1])
+            }
+            return result
+
+        engine.executor.execute = with_logprobs  # type: ignore[method-assign]
+        requests = [
+            engine.add_request(str(i), [1000 * i + k for k in range(rng.randint(1, 14))], greedy(4, prompt_logprobs=0))[0]
+            for i in range(4)
+        ]
+        drain(engine)
+        for request in requests:
+            assert [entry.token_id for entry in request.prompt_logprobs] == request.prompt_token_ids[1:]
 
 
 def test_blocks_and_slots_of_every_step_add_up():
