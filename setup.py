@@ -1,7 +1,8 @@
 """Builds the extension research_engine._C with ninja: the CPU ops always, the CUDA ops where nvcc is found.
 
-The metadata is in pyproject.toml. The build needs setuptools, pybind11 and ninja, never torch: tensors cross the boundary
-as pointer, shape, strides and dtype. Objects stay in build/, so that a change of one source rebuilds that one alone.
+The metadata is in pyproject.toml. The build needs setuptools, pybind11 and ninja, never torch: tensors cross the
+boundary as pointer, shape, strides and dtype. Objects stay in build/, so that a change of one source rebuilds that one
+alone.
 
 Environment: RESEARCH_ENGINE_CUDA=0 leaves the CUDA ops out, RESEARCH_ENGINE_CUDA=1 insists on them;
 RESEARCH_ENGINE_CUDA_ARCHS ("80;90a") names their architectures; RESEARCH_ENGINE_CPU_ARCH ("native") is the compiler's
@@ -29,7 +30,7 @@ GIB_PER_COMPILER = {"cpu": 1.0, "cuda": 2.5}
 
 
 def find_nvcc() -> str | None:
-    """The path of nvcc (NVCC, CUDA_HOME/bin, then PATH and /usr/local/cuda), or None; RESEARCH_ENGINE_CUDA=0 says None."""
+    """The path of nvcc (of NVCC, CUDA_HOME, PATH or /usr/local/cuda, in this order), or None."""
     wanted = os.environ.get("RESEARCH_ENGINE_CUDA", "auto")
     if wanted not in ("0", "1", "auto"):
         raise SystemExit(f"RESEARCH_ENGINE_CUDA={wanted!r}: use 0 (CPU ops alone), 1 (CUDA ops or an error) or auto")
@@ -42,7 +43,9 @@ def find_nvcc() -> str | None:
         if candidate and (path := shutil.which(candidate)):
             return path
     if wanted == "1":
-        raise SystemExit("RESEARCH_ENGINE_CUDA=1, but no nvcc: put the CUDA toolkit's bin on PATH or set CUDA_HOME or NVCC")
+        raise SystemExit(
+            "RESEARCH_ENGINE_CUDA=1, but no nvcc: put the CUDA toolkit's bin on PATH or set CUDA_HOME or NVCC"
+        )
     return None
 
 
@@ -70,7 +73,10 @@ def cuda_libraries(nvcc: str) -> list[str]:
     folders += [str(home / "lib64"), str(home / "lib")]
     usable = [str(Path(folder).resolve()) for folder in folders if (Path(folder) / "libcudart_static.a").exists()]
     if not usable:
-        raise SystemExit(f"nvcc is at {nvcc}, but libcudart_static.a is in none of {folders}: install the CUDA runtime's static library")
+        raise SystemExit(
+            f"nvcc is at {nvcc}, but libcudart_static.a is in none of {folders}: "
+            "install the static library of the CUDA runtime"
+        )
     return [f"-L{usable[0]}", "-lcudart_static", "-lrt", "-lpthread", "-ldl"]
 
 
@@ -120,7 +126,10 @@ class NinjaBuildExtension(build_ext):
         nvcc = find_nvcc()
         cuda_sources = sorted((CSRC / "cuda").glob("*.cu")) if nvcc else []
         if nvcc is None:
-            print("research_engine: no nvcc, so this is a CPU-only build (CUDA_HOME, NVCC or PATH point to one)", flush=True)
+            print(
+                "research_engine: no nvcc, so this is a CPU-only build (CUDA_HOME, NVCC or PATH point to one)",
+                flush=True,
+            )
         cuda = bool(cuda_sources)
 
         folder = ROOT / "build" / f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}{'-cuda' if cuda else ''}"
@@ -144,7 +153,16 @@ class NinjaBuildExtension(build_ext):
     def compile_flags(self) -> tuple[list[str], list[str]]:
         common = ["-std=c++17", "-O3", f"-I{CSRC}", "-fPIC", "-fvisibility=hidden"]
         # No -ffast-math: infinities are the attention mask, and NaN has to come out where NaN went in.
-        cpu = [*common, "-Wall", "-Wextra", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", *cpu_arch_flags()]
+        cpu = [
+            *common,
+            "-Wall",
+            "-Wextra",
+            "-fopenmp",
+            "-fno-math-errno",
+            "-fno-trapping-math",
+            "-ffp-contract=fast",
+            *cpu_arch_flags(),
+        ]
         host = ",".join(["-fPIC", "-fvisibility=hidden"])
         cuda = ["-std=c++17", "-O3", f"-I{CSRC}", "-lineinfo", "--expt-relaxed-constexpr", f"-Xcompiler={host}"]
         cuda += gencode_flags(os.environ.get("RESEARCH_ENGINE_CUDA_ARCHS") or DEFAULT_CUDA_ARCHS)

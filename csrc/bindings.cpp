@@ -84,6 +84,22 @@ TensorView view(py::handle tensor) {
   return result;
 }
 
+struct Named {
+  const char* name;
+  const TensorView& tensor;
+};
+
+void require_one_device(std::initializer_list<Named> tensors) {
+  const auto place = [](const TensorView& t) {
+    return t.device == TensorView::kCpu ? std::string("cpu") : "cuda:" + std::to_string(t.device);
+  };
+  const Named& first = *tensors.begin();
+  for (const Named& other : tensors)
+    if (other.tensor && first.tensor && other.tensor.device != first.tensor.device)
+      throw py::value_error(std::string(other.name) + " is on " + place(other.tensor) + ", " + first.name + " on " +
+                            place(first.tensor) + ": all have to be on one device");
+}
+
 // Runs `on_cpu`, or `on_cuda` with the stream, by the device of `where`; the interpreter's lock is released.
 #ifdef RESEARCH_ENGINE_WITH_CUDA
 #define RESEARCH_ENGINE_DISPATCH(where, on_cpu, on_cuda)       \
@@ -124,6 +140,10 @@ void paged_attention(py::handle query, py::handle key_cache, py::handle value_ca
   args.alibi_slopes = view(alibi_slopes);
   args.sinks = view(sinks);
   args.workspace = view(workspace);
+  require_one_device({{"query", args.query}, {"key_cache", args.key_cache}, {"value_cache", args.value_cache},
+                      {"block_tables", args.block_tables}, {"query_start_loc", args.query_start_loc},
+                      {"seq_lens", args.seq_lens}, {"out", args.out}, {"lse", args.lse},
+                      {"alibi_slopes", args.alibi_slopes}, {"sinks", args.sinks}, {"workspace", args.workspace}});
   args.scale = scale;
   args.causal = causal;
   args.sliding_window = sliding_window;
@@ -170,18 +190,22 @@ void check_paged_attention(py::handle query, py::handle key_cache, py::handle bl
 void reshape_and_cache(py::handle key, py::handle value, py::handle key_cache, py::handle value_cache, py::handle slot_mapping,
                        uintptr_t stream_address) {
   const TensorView k = view(key), v = view(value), kc = view(key_cache), vc = view(value_cache), slots = view(slot_mapping);
+  require_one_device({{"key", k}, {"value", v}, {"key_cache", kc}, {"value_cache", vc}, {"slot_mapping", slots}});
   RESEARCH_ENGINE_DISPATCH(k, check_slots(slots, kc.shape[0] * kc.shape[2]); cpu::reshape_and_cache(k, v, kc, vc, slots),
                            cuda::reshape_and_cache(k, v, kc, vc, slots, stream));
 }
 
 void copy_blocks(py::handle kv_cache, py::handle pairs, uintptr_t stream_address) {
   const TensorView cache = view(kv_cache), p = view(pairs);
+  require_one_device({{"kv_cache", cache}, {"pairs", p}});
   RESEARCH_ENGINE_DISPATCH(cache, check_block_pairs(p, cache.shape[2], cache.shape[2], true); cpu::copy_blocks(cache, p),
                            cuda::copy_blocks(cache, p, stream));
 }
 
 void swap_blocks(py::handle source, py::handle destination, py::handle pairs, uintptr_t stream_address) {
   const TensorView from = view(source), to = view(destination), p = view(pairs);
+  if (from.device != TensorView::kCpu && to.device != TensorView::kCpu)
+    require_one_device({{"source", from}, {"destination", to}});
   check_block_pairs(p, from.shape[2], to.shape[2], false);
   const TensorView& where = from.device == TensorView::kCpu ? to : from;
   RESEARCH_ENGINE_DISPATCH(where, cpu::swap_blocks(from, to, p), cuda::swap_blocks(from, to, p, stream));
@@ -189,23 +213,27 @@ void swap_blocks(py::handle source, py::handle destination, py::handle pairs, ui
 
 void rms_norm(py::handle x, py::handle weight, py::handle out, float eps, uintptr_t stream_address) {
   const TensorView in = view(x), w = view(weight), result = view(out);
+  require_one_device({{"x", in}, {"weight", w}, {"out", result}});
   RESEARCH_ENGINE_DISPATCH(in, cpu::rms_norm(in, w, result, eps), cuda::rms_norm(in, w, result, eps, stream));
 }
 
 void fused_add_rms_norm(py::handle x, py::handle residual, py::handle weight, float eps, uintptr_t stream_address) {
   const TensorView in = view(x), r = view(residual), w = view(weight);
+  require_one_device({{"x", in}, {"residual", r}, {"weight", w}});
   RESEARCH_ENGINE_DISPATCH(in, cpu::fused_add_rms_norm(in, r, w, eps), cuda::fused_add_rms_norm(in, r, w, eps, stream));
 }
 
 void rotary_embedding(py::handle positions, py::handle query, py::handle key, py::handle cos_sin, bool interleaved,
                       uintptr_t stream_address) {
   const TensorView p = view(positions), q = view(query), k = view(key), table = view(cos_sin);
+  require_one_device({{"query", q}, {"key", k}, {"positions", p}, {"cos_sin", table}});
   RESEARCH_ENGINE_DISPATCH(q, check_positions(p, table.shape[0]); cpu::rotary_embedding(p, q, k, table, interleaved),
                            cuda::rotary_embedding(p, q, k, table, interleaved, stream));
 }
 
 void silu_and_mul(py::handle x, py::handle out, uintptr_t stream_address) {
   const TensorView in = view(x), result = view(out);
+  require_one_device({{"x", in}, {"out", result}});
   RESEARCH_ENGINE_DISPATCH(in, cpu::silu_and_mul(in, result), cuda::silu_and_mul(in, result, stream));
 }
 

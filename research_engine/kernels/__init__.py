@@ -1,7 +1,7 @@
-"""The ops of LLM inference as hand-written kernels: typed fronts, checked arguments, and a float64 oracle (`reference`).
+"""The ops of LLM inference as hand-written kernels: typed fronts, checked arguments, a float64 oracle (`reference`).
 
-Every op runs where its tensors are: CPU (float32, bfloat16) or CUDA (float32, bfloat16, float16), there on torch's current
-stream. Each is registered with torch.library under `torch.ops.research_engine`.
+Every op runs where its tensors are: CPU (float32, bfloat16) or CUDA (float32, bfloat16, float16), there on torch's
+current stream. Each is registered with torch.library under `torch.ops.research_engine`.
 """
 
 from __future__ import annotations

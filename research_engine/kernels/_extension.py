@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch  # before the extension: both then share the OpenMP runtime that torch brings
 
-HOW_TO_BUILD = "run `pip install -e .` in the repository (needs a C++17 compiler; with nvcc on PATH the CUDA ops are built too)"
+HOW_TO_BUILD = (
+    "run `pip install -e .` in the repository (needs a C++17 compiler; with nvcc on PATH the CUDA ops are built too)"
+)
 
 
 class _Missing:
@@ -18,12 +21,14 @@ class _Missing:
         self._reason = reason
 
     def __getattr__(self, name: str) -> Any:
-        raise ImportError(f"research_engine._C, the compiled kernels, cannot be imported ({self._reason}): {HOW_TO_BUILD}")
+        raise ImportError(
+            f"research_engine._C, the compiled kernels, cannot be imported ({self._reason}): {HOW_TO_BUILD}"
+        )
 
 
 _C: Any
 try:
-    from research_engine import _C  # type: ignore[attr-defined, no-redef]
+    _C = importlib.import_module("research_engine._C")
 except ImportError as error:
     _C = _Missing(error)
 
@@ -33,7 +38,7 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def traced(tensor: torch.Tensor) -> bool:
-    """Whether a call has to go through torch's dispatcher: torch.compile, fake or meta tensors, subclasses, dispatch modes.
+    """Whether a call has to go through torch's dispatcher: torch.compile, fake or meta tensors, subclasses, modes.
 
     An ordinary call skips it, which saves some 10 us.
     """
@@ -46,8 +51,9 @@ def stream_of(tensor: torch.Tensor) -> int:
         return 0
     if not _C.built_with_cuda:
         raise RuntimeError(
-            f"a tensor is on {tensor.device}, but this build has no CUDA ops, since nvcc was not found when it was built: put nvcc on "
-            "PATH or set CUDA_HOME, then run `pip install -e .` again; `research-engine doctor` shows what was built"
+            f"a tensor is on {tensor.device}, but this build has no CUDA ops, since nvcc was not found when it was "
+            "built: put nvcc on PATH or set CUDA_HOME, then run `pip install -e .` again; `research-engine doctor` "
+            "shows what was built"
         )
     return torch._C._cuda_getCurrentRawStream(tensor.get_device())
 

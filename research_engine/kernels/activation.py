@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from research_engine.kernels._checks import check_dtype, check_last_contiguous, check_rows, check_same_device, refuse
+from research_engine.kernels._checks import check_dtype, check_last_contiguous, check_rows, refuse
 from research_engine.kernels._extension import _C, stream_of, traced
 
 
@@ -40,8 +40,6 @@ def _check(x: torch.Tensor, out: torch.Tensor) -> None:
         refuse("x", x, "the shape has to be [T, 2I] with I > 0")
     check_last_contiguous("x", x)
     check_rows("out", out, dtype, (shape[0], shape[1] // 2), "[T, I]")
-    if x.device != out.device:
-        check_same_device(x=x, out=out)
 
 
 def _silu_and_mul(x: torch.Tensor, out: torch.Tensor) -> None:

@@ -9,7 +9,6 @@ from research_engine.kernels._checks import (
     check_integers,
     check_last_contiguous,
     check_rows,
-    check_same_device,
     check_tiles,
     refuse,
 )
@@ -44,18 +43,19 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attention of R requests' queries over keys and values in a paged cache (Kwon et al., 2309.06180).
 
-    Row i of a request with `q_len` queries and `seq_len` keys is at position `p = seq_len - q_len + i`. Its score with key j is
-    `s = scale * q . k`, then `softcap * tanh(s / softcap)`, then `+ slope * (j - p)`; it sees `j <= p` (causal) and
-    `j > p - sliding_window`. A row that sees nothing gives 0, and lse -inf. Grouped heads: query head h reads KV head `h // G`.
+    Row i of a request with `q_len` queries and `seq_len` keys is at position `p = seq_len - q_len + i`. Its score with
+    key j is `s = scale * q . k`, then `softcap * tanh(s / softcap)`, then `+ slope * (j - p)`; it sees `j <= p`
+    (causal) and `j > p - sliding_window`. A row that sees nothing gives 0, and lse -inf. Grouped heads: query head h
+    reads KV head `h // G`.
 
     Args:
         query: `[T, Hq, D]`, last dimension contiguous.
         key_cache: `[N, Hkv, B, D]`, (block, head) tiles contiguous, of query's dtype; Hq is a multiple G of Hkv.
         value_cache: likewise.
-        block_tables: int32 `[R, max_blocks]`, rows contiguous: block of keys `[c * B, (c + 1) * B)` in column c. Columns that no
-            visible key needs may hold anything.
-        query_start_loc: int32 `[R + 1]`, contiguous: request r has rows `[query_start_loc[r], query_start_loc[r + 1])`. Rows
-            of `query` past the last are padding; those of `out` stay as they are.
+        block_tables: int32 `[R, max_blocks]`, rows contiguous: block of keys `[c * B, (c + 1) * B)` in column c.
+            Columns that no visible key needs may hold anything.
+        query_start_loc: int32 `[R + 1]`, contiguous: request r has rows `[query_start_loc[r], query_start_loc[r +
+            1])`. Rows of `query` past the last are padding; those of `out` stay as they are.
         seq_lens: int32 `[R]`, contiguous: keys of a request, this step's included; at most `max_blocks * B`.
         scale: factor of the products, usually `D ** -0.5`.
         causal: a row sees no key after its own.
@@ -66,14 +66,14 @@ def paged_attention(
         out: `[T, Hq, D]`, last dimension contiguous, of query's dtype; made when None.
         lse: float32 `[T, Hq]`, contiguous: takes the logarithms of the denominators, sinks included.
         path: "auto" picks a kernel for each request; "decode", "prefill" (and "simple" on CUDA) force one.
-        split_size: keys that one decode item takes. Given, a row's result is bitwise the same whatever the batch around it;
-            None chooses it by the batch, for speed.
-        workspace: CUDA only: float32, contiguous, memory for split partials, of `paged_attention_workspace(...)` elements.
-            Smaller, a row is split less (an error with split_size). Made when None.
+        split_size: keys that one decode item takes. Given, a row's result is bitwise the same whatever the batch
+            around it; None chooses it by the batch, for speed.
+        workspace: CUDA only: float32, contiguous, memory for split partials, of `paged_attention_workspace(...)`
+            elements. Smaller, a row is split less (an error with split_size). Made when None.
         max_query_len, max_seq_len: upper bounds over the batch, which a CUDA launch is sized by; None takes T and
             `max_blocks * B`.
-        check_values: check the values of tables, starts and lengths of a CUDA call too, which waits for the device. Those of a
-            CPU call always are.
+        check_values: check the values of tables, starts and lengths of a CUDA call too, which waits for the device.
+            Those of a CPU call always are.
 
     Returns:
         `out`.
@@ -85,8 +85,8 @@ def paged_attention(
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     arguments = (
-        query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, out, lse, alibi_slopes, sinks, workspace,
-        scale, causal, sliding_window, softcap, path, split_size, max_query_len, max_seq_len,
+        query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, out, lse, alibi_slopes, sinks,
+        workspace, scale, causal, sliding_window, softcap, path, split_size, max_query_len, max_seq_len,
     )  # fmt: skip
     if traced(query):
         torch.ops.research_engine.paged_attention(*arguments)
@@ -94,8 +94,8 @@ def paged_attention(
     if check_values:
         _check(*arguments)
         _C.check_paged_attention(
-            query, key_cache, host(block_tables), host(query_start_loc), host(seq_lens), sliding_window or 0, max_query_len or 0,
-            max_seq_len or 0,
+            query, key_cache, host(block_tables), host(query_start_loc), host(seq_lens), sliding_window or 0,
+            max_query_len or 0, max_seq_len or 0,
         )  # fmt: skip
     _paged_attention(*arguments)
     return out
@@ -113,7 +113,8 @@ def paged_attention_workspace(
 ) -> int:
     """How many float32 elements `paged_attention` uses as `workspace` for arguments of these shapes; 0 on the CPU.
 
-    It grows with the rows and requests alone, not with what the tensors hold, so one made for the largest batch serves all.
+    It grows with the rows and requests alone, not with what the tensors hold, so one made for the largest batch serves
+    all.
     """
     if query.is_cpu:
         return 0
@@ -149,33 +150,31 @@ def _check(
     shape = query.shape
     if len(shape) != 3 or shape[2] == 0:
         refuse("query", query, "the shape has to be [T, Hq, D] with D > 0")
-    check_last_contiguous("query", query)
+    if query.stride(2) != 1:
+        check_last_contiguous("query", query)
     cache_shape = key_cache.shape
-    if len(cache_shape) != 4 or cache_shape[3] != shape[2] or key_cache.dtype != dtype:
+    if len(cache_shape) != 4 or cache_shape[3] != shape[2] or key_cache.dtype is not dtype:
         refuse("key_cache", key_cache, f"it has to be [N, Hkv, B, D] with D = {shape[2]}, of query's dtype {dtype}")
     if cache_shape[1] == 0 or shape[1] % cache_shape[1]:
         refuse("query", query, f"Hq = {shape[1]} has to be a multiple of Hkv = {cache_shape[1]} (key_cache's)")
-    if value_cache.shape != cache_shape or value_cache.dtype != dtype:
+    if value_cache.shape != cache_shape or value_cache.dtype is not dtype:
         refuse("value_cache", value_cache, f"it has to be as key_cache, {list(cache_shape)} of {key_cache.dtype}")
     check_tiles("key_cache", key_cache)
-    check_tiles("value_cache", value_cache)
+    if value_cache.stride() != key_cache.stride():
+        check_tiles("value_cache", value_cache)
     check_rows("out", out, dtype, shape, "query's, [T, Hq, D]")
-    if block_tables.dtype != torch.int32 or block_tables.dim() != 2:
+    if block_tables.dtype is not torch.int32 or block_tables.dim() != 2:
         refuse("block_tables", block_tables, "it has to be int32 [R, max_blocks]")
-    check_last_contiguous("block_tables", block_tables)
+    if block_tables.stride(1) != 1:
+        check_last_contiguous("block_tables", block_tables)
     requests = block_tables.shape[0]
     check_integers("seq_lens", seq_lens, torch.int32, (requests,), "[R]")
     check_integers("query_start_loc", query_start_loc, torch.int32, (requests + 1,), "[R + 1]")
-    device = query.device
-    if not (
-        key_cache.device == value_cache.device == block_tables.device == query_start_loc.device == seq_lens.device == out.device == device
-    ):
-        check_same_device(query=query, key_cache=key_cache, value_cache=value_cache, block_tables=block_tables,
-                          query_start_loc=query_start_loc, seq_lens=seq_lens, out=out)  # fmt: skip
     if lse is not None or alibi_slopes is not None or sinks is not None or workspace is not None:
         _check_optional_tensors(query, lse, alibi_slopes, sinks, workspace)
     if path not in PATHS or (path not in CPU_PATHS and query.is_cpu):
-        raise ValueError(f"path={path!r}; on {device} it is one of {', '.join(CPU_PATHS if query.is_cpu else PATHS)}")
+        valid = ", ".join(CPU_PATHS if query.is_cpu else PATHS)
+        raise ValueError(f"path={path!r}; on {query.device} it is one of {valid}")
     if (
         (sliding_window is not None and sliding_window <= 0)
         or (split_size is not None and split_size <= 0)
@@ -183,8 +182,13 @@ def _check(
         or (max_seq_len is not None and max_seq_len <= 0)
         or (softcap is not None and not softcap > 0)
     ):
-        _refuse_numbers(sliding_window=sliding_window, softcap=softcap, split_size=split_size, max_query_len=max_query_len,
-                        max_seq_len=max_seq_len)  # fmt: skip
+        _refuse_numbers(
+            sliding_window=sliding_window,
+            softcap=softcap,
+            split_size=split_size,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
 
 
 def _check_optional_tensors(
@@ -194,7 +198,6 @@ def _check_optional_tensors(
     sinks: torch.Tensor | None,
     workspace: torch.Tensor | None,
 ) -> None:
-    check_same_device(query=query, lse=lse, alibi_slopes=alibi_slopes, sinks=sinks, workspace=workspace)
     tokens, heads = query.shape[:2]
     if lse is not None:
         check_rows("lse", lse, torch.float32, (tokens, heads), "[T, Hq]")
@@ -238,17 +241,25 @@ def _paged_attention(
     max_query_len: int | None,
     max_seq_len: int | None,
 ) -> None:
-    _check(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, out, lse, alibi_slopes, sinks, workspace,
-           scale, causal, sliding_window, softcap, path, split_size, max_query_len, max_seq_len)  # fmt: skip
+    _check(
+        query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, out, lse, alibi_slopes, sinks,
+        workspace, scale, causal, sliding_window, softcap, path, split_size, max_query_len, max_seq_len,
+    )  # fmt: skip
     stream = stream_of(query)
     if workspace is None and not query.is_cpu:
         size = paged_attention_workspace(
-            query, key_cache, block_tables, path=path, split_size=split_size, max_query_len=max_query_len, max_seq_len=max_seq_len
+            query,
+            key_cache,
+            block_tables,
+            path=path,
+            split_size=split_size,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
         )
         workspace = torch.empty(size, dtype=torch.float32, device=query.device) if size else None
     _C.paged_attention(
-        query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, out, lse, alibi_slopes, sinks, workspace,
-        scale, causal, sliding_window or 0, softcap or 0.0, max_query_len or query.shape[0],
+        query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, out, lse, alibi_slopes, sinks,
+        workspace, scale, causal, sliding_window or 0, softcap or 0.0, max_query_len or query.shape[0],
         max_seq_len or block_tables.shape[1] * key_cache.shape[2], PATHS[path], split_size or 0, stream,
     )  # fmt: skip
 
@@ -258,9 +269,10 @@ _paged_attention_op = torch.library.custom_op(
     _paged_attention,
     mutates_args=("out", "lse", "workspace"),
     schema=(
-        "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor query_start_loc, Tensor seq_lens, "
-        "Tensor(a!) out, Tensor(b!)? lse, Tensor? alibi_slopes, Tensor? sinks, Tensor(c!)? workspace, float scale, bool causal, "
-        "int? sliding_window, float? softcap, str path, int? split_size, int? max_query_len, int? max_seq_len) -> ()"
+        "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor query_start_loc, "
+        "Tensor seq_lens, Tensor(a!) out, Tensor(b!)? lse, Tensor? alibi_slopes, Tensor? sinks, Tensor(c!)? workspace, "
+        "float scale, bool causal, int? sliding_window, float? softcap, str path, int? split_size, int? max_query_len, "
+        "int? max_seq_len) -> ()"
     ),
 )
 _paged_attention_op.register_fake(_check)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from research_engine.kernels._extension import HOW_TO_BUILD, _C, _Missing
+from research_engine.kernels._extension import _C, HOW_TO_BUILD, _Missing
 
 
 def build_info() -> dict[str, Any]:
@@ -14,9 +14,9 @@ def build_info() -> dict[str, Any]:
 
     Returns:
         `built` (bool), `built_with_cuda` (bool), `file`, `compiler`, `cpu_flags`, `cuda_archs` (list), `nvcc_version`,
-        `cuda_flags`, `num_threads` (of OpenMP), `openmp_runtimes` (files of the OpenMP runtimes in this process; more than
-        one costs speed, since their threads fight for the cores), `cuda_devices` (descriptions, empty without a driver),
-        `problems` (list of sentences, each with what to do).
+        `cuda_flags`, `num_threads` (of OpenMP), `openmp_runtimes` (files of the OpenMP runtimes in this process; more
+        than one costs speed, since their threads fight for the cores), `cuda_devices` (descriptions, empty without a
+        driver), `problems` (list of sentences, each with what to do).
     """
     info: dict[str, Any] = {
         "built": False,
@@ -49,7 +49,9 @@ def build_info() -> dict[str, Any]:
     if _C.built_with_cuda:
         info["cuda_devices"] = [_C.cuda_device_description(i) for i in range(_C.cuda_device_count())]
     else:
-        info["problems"].append("CPU-only build, nvcc was not found: put nvcc on PATH or set CUDA_HOME, and run `pip install -e .`.")
+        info["problems"].append(
+            "CPU-only build, nvcc was not found: put nvcc on PATH or set CUDA_HOME, and run `pip install -e .`."
+        )
     if len(info["openmp_runtimes"]) > 1:
         info["problems"].append(
             f"{len(info['openmp_runtimes'])} OpenMP runtimes are loaded, whose threads fight for the cores: "

@@ -10,7 +10,6 @@ from research_engine.kernels._checks import (
     check_integers,
     check_last_contiguous,
     check_rows,
-    check_same_device,
     check_tiles,
     refuse,
 )
@@ -33,10 +32,10 @@ def reshape_and_cache(
         value: `[T, Hkv, D]`, likewise.
         key_cache: `[N, Hkv, B, D]`, (block, head) tiles contiguous, of key's dtype; changed.
         value_cache: likewise.
-        slot_mapping: int64 `[S]`, contiguous, S <= T: tokens from S on are padding and not written. A slot is -1 (skip) or in
-            `[0, N * B)`. Two tokens with one slot: either may win.
-        check_values: check the slots of a CUDA call too, which waits for the device; unchecked, a slot out of range is skipped.
-            Those of a CPU call always are checked.
+        slot_mapping: int64 `[S]`, contiguous, S <= T: tokens from S on are padding and not written. A slot is -1
+            (skip) or in `[0, N * B)`. Two tokens with one slot: either may win.
+        check_values: check the slots of a CUDA call too, which waits for the device; unchecked, a slot out of range is
+            skipped. Those of a CPU call always are checked.
 
     Raises:
         TypeError: a dtype the device's kernels do not take, or one that differs from key's.
@@ -56,8 +55,9 @@ def copy_blocks(kv_cache: torch.Tensor, pairs: torch.Tensor, *, check_values: bo
 
     Args:
         kv_cache: `[L, 2, N, Hkv, B, D]`, blocks contiguous; changed.
-        pairs: int64 `[P, 2]`, contiguous, (source, destination) block ids on the host (checked, then copied to the cache's
-            device) or on that device. No destination twice, and no source that is also a destination: copies run in no order.
+        pairs: int64 `[P, 2]`, contiguous, (source, destination) block ids on the host (checked, then copied to the
+            cache's device) or on that device. No destination twice, and no source that is also a destination: copies
+            run in no order.
         check_values: check pairs that are on a CUDA device too, which waits for it.
 
     Raises:
@@ -76,14 +76,14 @@ def copy_blocks(kv_cache: torch.Tensor, pairs: torch.Tensor, *, check_values: bo
 def swap_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
     """Copies whole blocks from one cache to another, in every layer, keys and values: out to host memory, or back.
 
-    On a CUDA device the copies are ordered on the current stream. They are asynchronous to the host, so the host's cache has to
-    be pinned; it may be read or reused once the stream has passed them.
+    On a CUDA device the copies are ordered on the current stream. They are asynchronous to the host, so the host's
+    cache has to be pinned; it may be read or reused once the stream has passed them.
 
     Args:
         source: `[L, 2, N, Hkv, B, D]`, blocks contiguous.
         destination: `[L, 2, M, Hkv, B, D]`, likewise, of source's dtype; changed.
-        pairs: int64 `[P, 2]`, contiguous, in host memory: (block of source, block of destination). No destination twice. The
-            caller may reuse it at once.
+        pairs: int64 `[P, 2]`, contiguous, in host memory: (block of source, block of destination). No destination
+            twice. The caller may reuse it at once.
 
     Raises:
         TypeError: pairs that are not int64, or caches of two dtypes.
@@ -96,7 +96,11 @@ def swap_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Te
 
 
 def _check_reshape_and_cache(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
 ) -> None:
     dtype = check_dtype("key", key)
     shape = key.shape
@@ -110,27 +114,35 @@ def _check_reshape_and_cache(
     check_rows("key_cache", key_cache, dtype, (cache_shape[0], shape[1], cache_shape[2], shape[2]), "[N, Hkv, B, D]")
     check_rows("value_cache", value_cache, dtype, cache_shape, "key_cache's, [N, Hkv, B, D]")
     check_tiles("key_cache", key_cache)
-    check_tiles("value_cache", value_cache)
-    check_integers("slot_mapping", slot_mapping, torch.int64, (-1,), "[S]")
+    if value_cache.stride() != key_cache.stride():
+        check_tiles("value_cache", value_cache)
+    if slot_mapping.dim() != 1:
+        refuse("slot_mapping", slot_mapping, "the shape has to be [S]")
+    check_integers("slot_mapping", slot_mapping, torch.int64, slot_mapping.shape, "[S]")
     if slot_mapping.shape[0] > shape[0]:
         refuse("slot_mapping", slot_mapping, f"there are more slots than tokens (key has {shape[0]} rows)")
-    device = key.device
-    if value.device != device or key_cache.device != device or value_cache.device != device or slot_mapping.device != device:
-        check_same_device(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
 
 
 def _reshape_and_cache(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
 ) -> None:
     _check_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
     _C.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, stream_of(key))
 
 
+def _check_pairs(pairs: torch.Tensor) -> None:
+    if pairs.dim() != 2 or pairs.shape[1] != 2:
+        refuse("pairs", pairs, "the shape has to be [P, 2]")
+    check_integers("pairs", pairs, torch.int64, pairs.shape, "[P, 2]")
+
+
 def _check_copy_blocks(kv_cache: torch.Tensor, pairs: torch.Tensor) -> None:
     check_blocks("kv_cache", kv_cache)
-    check_integers("pairs", pairs, torch.int64, (-1, 2), "[P, 2]")
-    if not pairs.is_cpu and pairs.device != kv_cache.device:
-        check_same_device(kv_cache=kv_cache, pairs=pairs)
+    _check_pairs(pairs)
 
 
 def _copy_blocks(kv_cache: torch.Tensor, pairs: torch.Tensor) -> None:
@@ -149,7 +161,7 @@ def _check_swap_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: t
         raise TypeError(f"destination: {destination.dtype}; source's {source.dtype} is needed")
     if destination.shape[:2] != source.shape[:2] or destination.shape[3:] != source.shape[3:]:
         refuse("destination", destination, f"all but the number of blocks has to be as in source, {list(source.shape)}")
-    check_integers("pairs", pairs, torch.int64, (-1, 2), "[P, 2]")
+    _check_pairs(pairs)
     if not pairs.is_cpu:
         refuse("pairs", pairs, "it has to be in host memory")
 
@@ -161,9 +173,11 @@ def _swap_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.T
     if not on_device.is_cpu:
         for name, cache in (("source", source), ("destination", destination)):
             if cache.is_cpu and not cache.is_pinned():
-                refuse(name, cache, "host memory that is swapped with a GPU has to be pinned: torch.empty(..., pin_memory=True)")
-        if not (source.is_cpu or destination.is_cpu or source.device == destination.device):
-            check_same_device(source=source, destination=destination)
+                refuse(
+                    name,
+                    cache,
+                    "host memory that is swapped with a GPU has to be pinned: torch.empty(..., pin_memory=True)",
+                )
     _C.swap_blocks(source, destination, pairs, stream)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from research_engine.kernels._checks import check_dtype, check_last_contiguous, check_rows, check_same_device, refuse
+from research_engine.kernels._checks import check_dtype, check_last_contiguous, check_rows, refuse
 from research_engine.kernels._extension import _C, stream_of, traced
 
 
@@ -59,9 +59,6 @@ def _check(x: torch.Tensor, weight: torch.Tensor, other: torch.Tensor, other_nam
     check_last_contiguous("x", x)
     check_rows("weight", weight, dtype, shape[1:], "[H]")
     check_rows(other_name, other, dtype, shape, "x's, [T, H]")
-    device = x.device
-    if weight.device != device or other.device != device:
-        check_same_device(x=x, weight=weight, **{other_name: other})
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> None:

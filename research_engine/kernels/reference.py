@@ -42,11 +42,17 @@ def rotary_embedding(
             heads[..., :rotary_dim] = pairs.flatten(-2).to(heads.dtype)
         else:
             a, b = rotated.chunk(2, dim=-1)
-            heads[..., :rotary_dim] = torch.cat((a * cosines - b * sines, b * cosines + a * sines), dim=-1).to(heads.dtype)
+            heads[..., :rotary_dim] = torch.cat((a * cosines - b * sines, b * cosines + a * sines), dim=-1).to(
+                heads.dtype
+            )
 
 
 def reshape_and_cache(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_mapping: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
 ) -> None:
     """See `kernels.reshape_and_cache`: the caches are changed."""
     block_size = key_cache.shape[2]

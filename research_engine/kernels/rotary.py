@@ -9,7 +9,6 @@ from research_engine.kernels._checks import (
     check_integers,
     check_last_contiguous,
     check_rows,
-    check_same_device,
     refuse,
 )
 from research_engine.kernels._extension import _C, host, stream_of, traced
@@ -30,10 +29,11 @@ def rotary_embedding(
         positions: int64 `[T]`, contiguous, each in `[0, max_position)`.
         query: `[T, Hq, D]`, last dimension contiguous; changed.
         key: `[T, Hkv, D]`, likewise; changed.
-        cos_sin: float32 `[max_position, rotary_dim]`, rows contiguous: the cosines of `rotary_dim / 2` angles, then their
-            sines. `rotary_dim` is even and at most D; elements of a head past it stay.
+        cos_sin: float32 `[max_position, rotary_dim]`, rows contiguous: the cosines of `rotary_dim / 2` angles, then
+            their sines. `rotary_dim` is even and at most D; elements of a head past it stay.
         interleaved: pairs are `(2i, 2i + 1)`; otherwise `(i, i + rotary_dim / 2)`.
-        check_values: check the positions of a CUDA call too, which waits for the device. Those of a CPU call always are.
+        check_values: check the positions of a CUDA call too, which waits for the device. Those of a CPU call always
+            are.
 
     Raises:
         TypeError: a dtype the device's kernels do not take, or one that differs from query's.
@@ -48,7 +48,9 @@ def rotary_embedding(
     _rotary_embedding(positions, query, key, cos_sin, interleaved)
 
 
-def _check(positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> None:
+def _check(
+    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool
+) -> None:
     dtype = check_dtype("query", query)
     shape = query.shape
     if len(shape) != 3:
@@ -60,13 +62,14 @@ def _check(positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos_
     check_integers("positions", positions, torch.int64, shape[:1], "[T]")
     rotary_dim = cos_sin.shape[-1]
     if cos_sin.dim() != 2 or rotary_dim % 2 or rotary_dim > shape[2]:
-        refuse("cos_sin", cos_sin, f"the shape has to be [max_position, rotary_dim], rotary_dim even and at most D = {shape[2]}")
+        refuse(
+            "cos_sin",
+            cos_sin,
+            f"the shape has to be [max_position, rotary_dim], rotary_dim even and at most D = {shape[2]}",
+        )
     if cos_sin.dtype != torch.float32:
         raise TypeError(f"cos_sin: {cos_sin.dtype}; torch.float32 is needed")
     check_last_contiguous("cos_sin", cos_sin)
-    device = query.device
-    if key.device != device or positions.device != device or cos_sin.device != device:
-        check_same_device(query=query, key=key, positions=positions, cos_sin=cos_sin)
 
 
 def _rotary_embedding(

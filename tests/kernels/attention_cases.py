@@ -49,7 +49,9 @@ def make_batch(
     num_blocks = sum(needed) + 3
     order = torch.randperm(num_blocks, generator=generator).tolist()
     columns = max([*needed, 0]) + spare_columns
-    tables = torch.randint(-(2**31), 2**31 - 1, (len(lengths), columns), generator=generator, dtype=torch.int64).to(torch.int32)
+    tables = torch.randint(-(2**31), 2**31 - 1, (len(lengths), columns), generator=generator, dtype=torch.int64).to(
+        torch.int32
+    )
     caches = [torch.full((num_blocks, num_kv_heads, block_size, head_size), NAN) for _ in range(2)]
     for request, (_, length) in enumerate(lengths):
         blocks = [order.pop() for _ in range(needed[request])]
@@ -85,7 +87,9 @@ def check(batch: Batch, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
     rows = int(batch.query_start_loc[-1])
     scale = options.setdefault("scale", batch.query.shape[-1] ** -0.5)
     out, lse = run(batch, **options)
-    oracle_options = {k: v for k, v in options.items() if k in ("causal", "sliding_window", "softcap", "alibi_slopes", "sinks")}
+    oracle_options = {
+        k: v for k, v in options.items() if k in ("causal", "sliding_window", "softcap", "alibi_slopes", "sinks")
+    }
     expected_lse = torch.empty_like(lse, dtype=torch.float64)
     expected = kernels.reference.paged_attention(*batch.tensors(), scale=scale, lse=expected_lse, **oracle_options)  # type: ignore[arg-type]
     tolerance = TOLERANCE[batch.query.dtype]

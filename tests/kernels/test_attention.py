@@ -22,7 +22,7 @@ property_test = settings(deadline=None, max_examples=40, suppress_health_check=[
 
 @st.composite
 def requests(draw: st.DrawFn) -> list[tuple[int, int]]:
-    """(q_len, seq_len) of up to six requests: decode rows, chunks of a prefill, empty ones, and queries without keys."""
+    """(q_len, seq_len) of up to six requests: decode rows, prefill chunks, empty ones, and queries without keys."""
     result = []
     for _ in range(draw(st.integers(1, 6))):
         seq_len = draw(st.sampled_from((0, 1, 15, 16, 17)) | st.integers(0, 150))
@@ -118,7 +118,11 @@ def test_k8_very_negative_scores_are_scores(device: str, shift: float) -> None:
 @pytest.mark.parametrize("window", [1, 2, 16, 17, 63, 64, 65, 299, 300, 301])
 def test_k16_window_edges(device: str, window: int) -> None:
     for path in FORCED[device]:
-        check(make_batch([(1, 300), (70, 70)], num_kv_heads=1, head_size=32, device=device), sliding_window=window, path=path)
+        check(
+            make_batch([(1, 300), (70, 70)], num_kv_heads=1, head_size=32, device=device),
+            sliding_window=window,
+            path=path,
+        )
 
 
 def test_k16_window_leaves_the_blocks_behind_it_unread(device: str) -> None:
@@ -183,7 +187,7 @@ def test_k20_same_call_gives_the_same_bits(device: str) -> None:
     batch = make_batch([(1, 400), (30, 70), (1, 33)], device=device)
     first = run(batch, scale=0.125)
     for _ in range(100):
-        assert all(torch.equal(a, b) for a, b in zip(first, run(batch, scale=0.125)))
+        assert all(torch.equal(a, b) for a, b in zip(first, run(batch, scale=0.125), strict=True))
 
 
 @property_test
@@ -254,7 +258,12 @@ def test_k18_graph_replays_with_other_lengths() -> None:
     out = torch.empty_like(long.query)
     options = {"scale": 0.125, "max_query_len": 1, "max_seq_len": 3000}
     workspace = torch.empty(
-        max(1, kernels.paged_attention_workspace(long.query, long.key_cache, long.block_tables, max_query_len=1, max_seq_len=3000)),
+        max(
+            1,
+            kernels.paged_attention_workspace(
+                long.query, long.key_cache, long.block_tables, max_query_len=1, max_seq_len=3000
+            ),
+        ),
         device="cuda",
     )
     saved_lengths, saved_query = long.seq_lens.clone(), long.query.clone()

@@ -30,11 +30,19 @@ def test_the_batch_itself_is_accepted(batch: Batch) -> None:
         (lambda b: {"query": b.query[0]}, ValueError, r"query: shape \[4, 64\].*\[T, Hq, D\]"),
         (lambda b: {"query": b.query[:, :3]}, ValueError, "Hq = 3 has to be a multiple of Hkv = 2"),
         (lambda b: {"query": b.query.double()}, TypeError, "query: torch.float64"),
-        (lambda b: {"query": b.query.transpose(1, 2).contiguous().transpose(1, 2)}, ValueError, "query: .*last dimension"),
+        (
+            lambda b: {"query": b.query.transpose(1, 2).contiguous().transpose(1, 2)},
+            ValueError,
+            "query: .*last dimension",
+        ),
         (lambda b: {"key_cache": b.key_cache[..., :32]}, ValueError, r"key_cache: .*D = 64"),
         (lambda b: {"key_cache": b.key_cache.bfloat16()}, ValueError, "key_cache: .*dtype"),
         (lambda b: {"value_cache": b.value_cache[1:]}, ValueError, "value_cache: .*as key_cache"),
-        (lambda b: {"value_cache": b.value_cache.transpose(2, 3).contiguous().transpose(2, 3)}, ValueError, "value_cache: .*tile"),
+        (
+            lambda b: {"value_cache": b.value_cache.transpose(2, 3).contiguous().transpose(2, 3)},
+            ValueError,
+            "value_cache: .*tile",
+        ),
         (lambda b: {"block_tables": b.block_tables.long()}, ValueError, "block_tables: .*int32"),
         (lambda b: {"seq_lens": b.seq_lens[:1]}, ValueError, r"seq_lens: shape \[1\].*\[R\] = \[2\]"),
         (lambda b: {"seq_lens": b.seq_lens.long()}, TypeError, "seq_lens: torch.int64; torch.int32 is needed"),
@@ -69,7 +77,9 @@ def test_options(batch: Batch, device: str, options: dict[str, object], error: t
 
 def test_k13_length_past_the_table(batch: Batch) -> None:
     batch.seq_lens[0] = 25
-    with pytest.raises(ValueError, match=r"seq_lens\[0\] is 25, expected 0 to 24 \(block_tables has 3 columns of 8 slots\)"):
+    with pytest.raises(
+        ValueError, match=r"seq_lens\[0\] is 25, expected 0 to 24 \(block_tables has 3 columns of 8 slots\)"
+    ):
         call(batch)
 
 
@@ -80,7 +90,9 @@ def test_block_outside_of_the_cache(batch: Batch, block: int) -> None:
         call(batch)
 
 
-@pytest.mark.parametrize(("starts", "words"), [([1, 2, 6], "expected 0"), ([0, 6, 5], "at least 6"), ([0, 1, 7], "at most 6")])
+@pytest.mark.parametrize(
+    ("starts", "words"), [([1, 2, 6], "expected 0"), ([0, 6, 5], "at least 6"), ([0, 1, 7], "at most 6")]
+)
 def test_query_starts_that_do_not_fit(batch: Batch, starts: list[int], words: str) -> None:
     batch.query_start_loc.copy_(torch.tensor(starts))
     with pytest.raises(ValueError, match=words):

@@ -40,7 +40,12 @@ def test_tokens_land_in_their_slots_and_nowhere_else(device: str, data: st.DataO
 @given(data=st.data())
 def test_block_moves_equal_the_oracle(device: str, data: st.DataObject) -> None:
     draw = data.draw
-    layers, heads, block_size, head_size = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from((1, 16))), 24
+    layers, heads, block_size, head_size = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+        draw(st.sampled_from((1, 16))),
+        24,
+    )
     sources, destinations = draw(st.integers(1, 12)), draw(st.integers(1, 12))
     dtype = draw(st.sampled_from(DTYPES[device]))
     source = torch.randn(layers, 2, sources, heads, block_size, head_size).to(dtype)
@@ -54,7 +59,9 @@ def test_block_moves_equal_the_oracle(device: str, data: st.DataObject) -> None:
         if device == "cpu":
             kernels.swap_blocks(source, moved, pairs)
         else:
-            source, moved = (source.cuda(), moved.pin_memory()) if direction == "out" else (source.cpu().pin_memory(), moved.cuda())
+            source, moved = (
+                (source.cuda(), moved.pin_memory()) if direction == "out" else (source.cpu().pin_memory(), moved.cuda())
+            )
             kernels.swap_blocks(source, moved, pairs)
             torch.cuda.synchronize()
         assert torch.equal(moved.cpu(), expected)
@@ -181,7 +188,9 @@ def test_wrong_arguments_are_named(device: str, name: str, change: object, error
 
 def test_swap_between_caches_of_different_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"destination: .*as in source, \[1, 2, 6, 1, 4, 8\]"):
-        kernels.swap_blocks(torch.zeros(1, 2, 6, 1, 4, 8), torch.zeros(1, 2, 6, 1, 8, 8), torch.zeros(0, 2, dtype=torch.int64))
+        kernels.swap_blocks(
+            torch.zeros(1, 2, 6, 1, 4, 8), torch.zeros(1, 2, 6, 1, 8, 8), torch.zeros(0, 2, dtype=torch.int64)
+        )
 
 
 @pytest.mark.gpu
@@ -189,7 +198,9 @@ def test_k22_pageable_host_memory_is_refused(device: str) -> None:
     if device == "cpu":
         pytest.skip("needs a CUDA device")
     with pytest.raises(ValueError, match="destination: .*has to be pinned"):
-        kernels.swap_blocks(torch.zeros(1, 2, 6, 1, 4, 8, device=device), torch.zeros(1, 2, 6, 1, 4, 8), torch.tensor([(0, 1)]))
+        kernels.swap_blocks(
+            torch.zeros(1, 2, 6, 1, 4, 8, device=device), torch.zeros(1, 2, 6, 1, 4, 8), torch.tensor([(0, 1)])
+        )
 
 
 @pytest.mark.gpu

@@ -30,7 +30,13 @@ def arguments(name: str, device: str) -> tuple[object, ...]:
     if name == "rotary_embedding":
         return torch.arange(3, device=device), randn(3, 4, 16), randn(3, 2, 16), randn(5, 16), False
     if name == "reshape_and_cache":
-        return randn(3, 2, 16), randn(3, 2, 16), randn(4, 2, 8, 16), randn(4, 2, 8, 16), torch.tensor([3, -1, 30], device=device)
+        return (
+            randn(3, 2, 16),
+            randn(3, 2, 16),
+            randn(4, 2, 8, 16),
+            randn(4, 2, 8, 16),
+            torch.tensor([3, -1, 30], device=device),
+        )
     if name == "copy_blocks":
         return randn(2, 2, 4, 2, 8, 16), pairs
     if name == "swap_blocks":
@@ -38,11 +44,12 @@ def arguments(name: str, device: str) -> tuple[object, ...]:
         return randn(2, 2, 4, 2, 8, 16), host if device == "cpu" else host.pin_memory(), pairs
     batch = make_batch([(1, 20), (5, 9)], device=device)
     lse = torch.empty(batch.query.shape[:2], device=device)
-    return (*batch.tensors(), torch.empty_like(batch.query), lse, None, None, None, 0.1, True, None, 5.0, "auto", None, None, None)
+    options = (None, None, None, 0.1, True, None, 5.0, "auto", None, None, None)
+    return (*batch.tensors(), torch.empty_like(batch.query), lse, *options)
 
 
-NAMES = ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding", "reshape_and_cache", "copy_blocks", "swap_blocks",
-         "paged_attention"]  # fmt: skip
+ROWWISE = ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding"]
+NAMES = [*ROWWISE, "reshape_and_cache", "copy_blocks", "swap_blocks", "paged_attention"]
 
 
 @pytest.mark.parametrize("name", NAMES)

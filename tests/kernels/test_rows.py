@@ -64,7 +64,9 @@ def test_silu_and_mul(device: str, data: st.DataObject, rows: int, width: int, s
 
 
 def test_silu_at_the_ends_of_the_range(device: str) -> None:
-    gate = torch.tensor([-torch.inf, -1e30, -200.0, -88.0, -87.0, -20.0, 0.0, 20.0, 88.8, 200.0, 1e30, torch.inf, torch.nan])
+    gate = torch.tensor(
+        [-torch.inf, -1e30, -200.0, -88.0, -87.0, -20.0, 0.0, 20.0, 88.8, 200.0, 1e30, torch.inf, torch.nan]
+    )
     x = torch.stack((gate, torch.ones_like(gate))).flatten()[None].to(device)
     out = kernels.silu_and_mul(x)[0].cpu()
     assert out[0].isnan() or out[0] == 0  # -inf * 0
@@ -88,9 +90,13 @@ def test_rotary_embedding(device: str, data: st.DataObject, tokens: int, interle
     kernels.reference.rotary_embedding(
         positions, expected[:, :heads], expected[:, heads : heads + kv_heads], cos_sin, interleaved=interleaved
     )
-    kernels.rotary_embedding(positions, fused[:, :heads], fused[:, heads : heads + kv_heads], cos_sin, interleaved=interleaved)
+    kernels.rotary_embedding(
+        positions, fused[:, :heads], fused[:, heads : heads + kv_heads], cos_sin, interleaved=interleaved
+    )
     assert_close(fused, expected, dtype)
-    assert torch.equal(fused[:, heads + kv_heads :], expected[:, heads + kv_heads :]), "the values next to the keys changed"
+    assert torch.equal(fused[:, heads + kv_heads :], expected[:, heads + kv_heads :]), (
+        "the values next to the keys changed"
+    )
     assert torch.equal(fused[:, :, rotary_dim:], expected[:, :, rotary_dim:]), "elements past rotary_dim changed"
 
 
@@ -142,7 +148,11 @@ def test_k3_more_elements_than_31_bits_count(device: str, op: str, rows: int, wi
 
 def test_k11_more_rows_than_a_small_grid_dimension(device: str) -> None:
     x = torch.randn(65_537, 8, device=device)
-    assert_close(kernels.rms_norm(x, torch.ones(8, device=device), 1e-5), kernels.reference.rms_norm(x, torch.ones(8, device=device), 1e-5), x.dtype)
+    assert_close(
+        kernels.rms_norm(x, torch.ones(8, device=device), 1e-5),
+        kernels.reference.rms_norm(x, torch.ones(8, device=device), 1e-5),
+        x.dtype,
+    )
     assert_close(kernels.silu_and_mul(x), kernels.reference.silu_and_mul(x), x.dtype)
 
 
@@ -153,15 +163,31 @@ def test_k11_more_rows_than_a_small_grid_dimension(device: str) -> None:
         (lambda t: kernels.rms_norm(t(3, 8), t(7), 1e-5), ValueError, r"weight: shape \[7\].*\[H\] = \[8\]"),
         (lambda t: kernels.rms_norm(t(8, 3).T, t(8), 1e-5), ValueError, "x: .*strides .*last dimension"),
         (lambda t: kernels.rms_norm(t(3, 8).double(), t(8), 1e-5), TypeError, "x: torch.float64"),
-        (lambda t: kernels.rms_norm(t(3, 8), t(8).bfloat16(), 1e-5), TypeError, "weight: torch.bfloat16; torch.float32"),
+        (
+            lambda t: kernels.rms_norm(t(3, 8), t(8).bfloat16(), 1e-5),
+            TypeError,
+            "weight: torch.bfloat16; torch.float32",
+        ),
         (lambda t: kernels.rms_norm(t(3, 8), t(8), 1e-5, out=t(2, 8)), ValueError, r"out: shape \[2, 8\].*x's"),
         (lambda t: kernels.fused_add_rms_norm(t(3, 8), t(3, 9), t(8), 1e-5), ValueError, r"residual: shape \[3, 9\]"),
         (lambda t: kernels.silu_and_mul(t(3, 7)), ValueError, r"x: shape \[3, 7\].*\[T, 2I\]"),
         (lambda t: kernels.silu_and_mul(t(3, 8), out=t(3, 8)), ValueError, r"out: shape \[3, 8\].*\[T, I\] = \[3, 4\]"),
         (lambda t: kernels.rotary_embedding(t(3).long(), t(3, 2, 8), t(2, 1, 8), t(4, 8)), ValueError, "key: "),
-        (lambda t: kernels.rotary_embedding(t(3), t(3, 2, 8), t(3, 1, 8), t(4, 8)), TypeError, "positions: torch.float32"),
-        (lambda t: kernels.rotary_embedding(t(3).long(), t(3, 2, 8), t(3, 1, 8), t(4, 9)), ValueError, "cos_sin: .*rotary_dim"),
-        (lambda t: kernels.rotary_embedding(t(3).long(), t(3, 2, 8), t(3, 1, 8), t(4, 10)), ValueError, "at most D = 8"),
+        (
+            lambda t: kernels.rotary_embedding(t(3), t(3, 2, 8), t(3, 1, 8), t(4, 8)),
+            TypeError,
+            "positions: torch.float32",
+        ),
+        (
+            lambda t: kernels.rotary_embedding(t(3).long(), t(3, 2, 8), t(3, 1, 8), t(4, 9)),
+            ValueError,
+            "cos_sin: .*rotary_dim",
+        ),
+        (
+            lambda t: kernels.rotary_embedding(t(3).long(), t(3, 2, 8), t(3, 1, 8), t(4, 10)),
+            ValueError,
+            "at most D = 8",
+        ),
         (
             lambda t: kernels.rotary_embedding(t(3).long() + 4, t(3, 2, 8), t(3, 1, 8), t(4, 8), check_values=True),
             ValueError,
