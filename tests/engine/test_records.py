@@ -88,7 +88,7 @@ def test_prompt_log_probabilities_are_collected_once_over_chunks_and_preemptions
 
         engine.executor.execute = with_logprobs  # type: ignore[method-assign]
         requests = [
-            engine.add_request(str(i), [1000 * i + k for k in range(rng.randint(1, 14))], greedy(4, prompt_logprobs=0))[0]
+            engine.add_request(str(i), range(1000 * i, 1000 * i + rng.randint(1, 14)), greedy(4, prompt_logprobs=0))[0]
             for i in range(4)
         ]
         drain(engine)
