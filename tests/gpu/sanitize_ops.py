@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck python tests/gpu/sanitize_ops.py
     compute-sanitizer --tool racecheck python tests/gpu/sanitize_ops.py
 
-Inputs are made and results compared on the host, so that the project's kernels are nearly all that the sanitizer slows down.
+Inputs are made and results compared on the host: the project's kernels are nearly all that the sanitizer slows down.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +25,8 @@ from research_engine.kernels.attention import CPU_PATHS, PATHS
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 from attention_cases import NAN, TOLERANCE, make_batch
 
-MIXED = [(1, 70), (7, 40), (1, 0), (40, 40), (1, 1), (0, 5), (5, 3), (3, 150)]  # (q_len, seq_len); some rows see nothing
+# (q_len, seq_len); some rows see nothing.
+MIXED = [(1, 70), (7, 40), (1, 0), (40, 40), (1, 1), (0, 5), (5, 3), (3, 150)]
 
 # head size, G, block size, options of paged_attention
 ATTENTION_CASES: list[tuple[int, int, int, dict[str, object]]] = [
@@ -41,44 +44,74 @@ ATTENTION_CASES: list[tuple[int, int, int, dict[str, object]]] = [
 def attention(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
     """Each case on each path."""
     for head_size, group, block_size, settings in ATTENTION_CASES:
-        batch = make_batch(MIXED, group=group, head_size=head_size, block_size=block_size, dtype=dtype, padding_rows=2)
-        heads, rows = 2 * group, int(batch.query_start_loc[-1])
-        options = dict(settings)
-        for name, values in (("alibi_slopes", torch.linspace(0.01, 0.5, heads)), ("sinks", torch.linspace(-2, 4, heads))):
-            if options.pop(name, False):
-                options[name] = values
-        plain = {k: v for k, v in options.items() if k != "split_size"}
-        expected_lse = torch.empty(batch.query.shape[:2], dtype=torch.float64)
-        expected = kernels.reference.paged_attention(*batch.tensors(), scale=head_size**-0.5, lse=expected_lse, **plain)  # type: ignore[arg-type]
-        on_device = [tensor.to(device) for tensor in batch.tensors()]
-        options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
         for path in CPU_PATHS if device == "cpu" else PATHS:
+            name = f"paged_attention D={head_size} G={group} B={block_size} {settings} path={path}"
+            yield name, partial(check_attention, device, dtype, head_size, group, block_size, settings, path)
 
-            def run(path: str = path) -> None:
-                out = torch.full(batch.query.shape, NAN, dtype=dtype).to(device)
-                lse = torch.full(batch.query.shape[:2], NAN).to(device)
-                kernels.paged_attention(*on_device, scale=head_size**-0.5, out=out, lse=lse, path=path, **options)  # type: ignore[arg-type]
-                same(out.cpu()[:rows], expected[:rows], dtype)
-                same(lse.cpu()[:rows], expected_lse[:rows], dtype)
-                assert out.cpu()[rows:].isnan().all(), "rows past the last request were written"
 
-            yield f"paged_attention D={head_size} G={group} B={block_size} {settings} path={path}", run
+def check_attention(
+    device: str,
+    dtype: torch.dtype,
+    head_size: int,
+    group: int,
+    block_size: int,
+    settings: dict[str, object],
+    path: str,
+) -> None:
+    """One call over `MIXED`; out and lse as the oracle's, rows past the last request untouched."""
+    batch = make_batch(MIXED, group=group, head_size=head_size, block_size=block_size, dtype=dtype, padding_rows=2)
+    heads, rows = 2 * group, int(batch.query_start_loc[-1])
+    options: dict[str, Any] = dict(settings, scale=head_size**-0.5)
+    for name, values in (("alibi_slopes", torch.linspace(0.01, 0.5, heads)), ("sinks", torch.linspace(-2, 4, heads))):
+        if name in options:
+            options[name] = values
+    plain = {k: v for k, v in options.items() if k != "split_size"}
+    expected_lse = torch.empty(batch.query.shape[:2], dtype=torch.float64)
+    expected = kernels.reference.paged_attention(*batch.tensors(), lse=expected_lse, **plain)
+    on_device = [tensor.to(device) for tensor in batch.tensors()]
+    options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    out = torch.full(batch.query.shape, NAN, dtype=dtype).to(device)
+    lse = torch.full(batch.query.shape[:2], NAN).to(device)
+    kernels.paged_attention(*on_device, out=out, lse=lse, path=path, **options)
+    same(out.cpu()[:rows], expected[:rows], dtype)
+    same(lse.cpu()[:rows], expected_lse[:rows], dtype)
+    assert out.cpu()[rows:].isnan().all(), "rows past the last request were written"
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    torch.testing.assert_close(actual.double(), expected.double(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def compare(op: str, device: str, dtype: torch.dtype, tensors: list[torch.Tensor], *rest: object, **options: object) -> None:
+def compare(
+    op: str, device: str, dtype: torch.dtype, tensors: list[torch.Tensor], *rest: object, **options: object
+) -> None:
     """Runs an op and its oracle on copies of the same tensors; every tensor has to end up the same."""
     on_device = [tensor.to(device, copy=True) for tensor in tensors]
     on_host = [tensor.clone() for tensor in tensors]
     result = getattr(kernels, op)(*on_device, *rest, **options)
     expected = getattr(kernels.reference, op)(*on_host, *rest, **options)
-    for actual, wanted in zip(on_device, on_host):
+    for actual, wanted in zip(on_device, on_host, strict=True):
         same(actual.cpu(), wanted, dtype)
     if result is not None:
         same(result.cpu(), expected, dtype)
+
+
+def check_swap(device: str, dtype: torch.dtype, head_size: int) -> None:
+    """Blocks from host memory to the device, and back into other host memory."""
+    pinned = device != "cpu"
+    pairs = torch.tensor([[1, 4], [2, 5], [3, 6], [6, 0], [0, 1]])
+    host, back = (torch.zeros(3, 2, 7, 2, 5, head_size, dtype=dtype, pin_memory=pinned) for _ in range(2))
+    host.copy_(torch.randn(host.shape))
+    far = torch.randn(3, 2, 9, 2, 5, head_size).to(dtype)
+    near = far.to(device, copy=True)
+    kernels.reference.swap_blocks(host, far, pairs)
+    kernels.swap_blocks(host, near, pairs)
+    same(near.cpu(), far, dtype)
+    kernels.swap_blocks(near, back, pairs.flip(1).contiguous())
+    if pinned:
+        torch.cuda.synchronize()
+    same(back[:, :, pairs[:, 0]], host[:, :, pairs[:, 0]], dtype)
 
 
 def others(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -87,63 +120,30 @@ def others(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape).to(dtype)
 
+    def case(op: str, *arguments: object, **options: object) -> Callable[[], None]:
+        return partial(compare, op, device, dtype, *arguments, **options)  # type: ignore[arg-type]
+
     for width in (8, 77, 576, 9000):
-        yield f"rms_norm H={width}", lambda w=width: compare("rms_norm", device, dtype, [random(5, w), random(w)], 1e-5)  # type: ignore[misc]
-        yield (
-            f"fused_add_rms_norm H={width}",
-            lambda w=width: compare("fused_add_rms_norm", device, dtype, [random(5, w), random(5, w), random(w)], 1e-5),  # type: ignore[misc]
-        )
-        yield f"silu_and_mul I={width}", lambda w=width: compare("silu_and_mul", device, dtype, [random(5, 2 * w)])  # type: ignore[misc]
+        x, residual, weight = random(5, width), random(5, width), random(width)
+        yield f"rms_norm H={width}", case("rms_norm", [x, weight], 1e-5)
+        yield f"fused_add_rms_norm H={width}", case("fused_add_rms_norm", [x, residual, weight], 1e-5)
+        yield f"silu_and_mul I={width}", case("silu_and_mul", [random(5, 2 * width)])
+    positions = torch.tensor([0, 3, 9, 9, 1])
     for interleaved in (False, True):
-        yield (
-            f"rotary_embedding interleaved={interleaved}",
-            lambda i=interleaved: compare(  # type: ignore[misc]
-                "rotary_embedding",
-                device,
-                dtype,
-                [torch.tensor([0, 3, 9, 9, 1]), random(5, 6, 80), random(5, 2, 80), torch.randn(10, 64)],
-                interleaved=i,
-            ),
-        )
-    for head_size in (64, 46):
-        slots = torch.tensor([-1, 27, 0, 13])
-        yield (
-            f"reshape_and_cache D={head_size}",
-            lambda d=head_size, s=slots: compare(  # type: ignore[misc]
-                "reshape_and_cache", device, dtype, [random(5, 3, d), random(5, 3, d), random(4, 3, 7, d), random(4, 3, 7, d), s]
-            ),
-        )
-        cache, pairs = random(3, 2, 9, 2, 5, head_size), torch.tensor([[8, 0], [3, 1], [3, 2]])
-        yield (
-            f"copy_blocks D={head_size}",
-            lambda c=cache, p=pairs: compare("copy_blocks", device, dtype, [c, p]),  # type: ignore[misc]
-        )
-
-        def swap(head_size: int = head_size) -> None:
-            pairs = torch.tensor([[1, 4], [2, 5], [3, 6], [6, 0], [0, 1]])
-            host = random(3, 2, 7, 2, 5, head_size)
-            if device != "cpu":
-                host = host.pin_memory()
-            far = random(3, 2, 9, 2, 5, head_size)
-            expected = far.clone()
-            kernels.reference.swap_blocks(host, expected, pairs)
-            near = far.to(device, copy=True)
-            kernels.swap_blocks(host, near, pairs)
-            same(near.cpu(), expected, dtype)
-            back = torch.zeros_like(host, pin_memory=device != "cpu")
-            kernels.swap_blocks(near, back, pairs.flip(1).contiguous())
-            if device != "cpu":
-                torch.cuda.synchronize()
-            touched = pairs[:, 0]
-            same(back[:, :, touched], host[:, :, touched], dtype)
-
-        yield f"swap_blocks D={head_size}", swap
+        tensors = [positions, random(5, 6, 80), random(5, 2, 80), torch.randn(10, 64)]
+        yield f"rotary_embedding interleaved={interleaved}", case("rotary_embedding", tensors, interleaved=interleaved)
+    for d in (64, 46):
+        tensors = [random(5, 3, d), random(5, 3, d), random(4, 3, 7, d), random(4, 3, 7, d)]
+        yield f"reshape_and_cache D={d}", case("reshape_and_cache", [*tensors, torch.tensor([-1, 27, 0, 13])])
+        pairs = torch.tensor([[8, 0], [3, 1], [3, 2]])
+        yield f"copy_blocks D={d}", case("copy_blocks", [random(3, 2, 9, 2, 5, d), pairs])
+        yield f"swap_blocks D={d}", partial(check_swap, device, dtype, d)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", action="append", help="float32, float16, bfloat16; repeatable; all that the device takes")
+    parser.add_argument("--dtype", action="append", help="float32, float16, bfloat16; repeatable; default: all")
     parser.add_argument("--only", default="", help="a part of the cases' names")
     arguments = parser.parse_args()
     failures = count = 0
