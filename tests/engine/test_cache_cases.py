@@ -213,6 +213,34 @@ def test_a_continuation_let_in_late_does_not_spoil_what_others_find():
     assert [r.output_token_ids for r in (a, b)] == [expected(r)[0] for r in (a, b)]
 
 
+def test_what_a_preemption_leaves_is_what_a_policy_sees():
+    """Recompute: nothing computed, no blocks. Swap: all computed, no device blocks; what was freed can be handed out."""
+    for mode, computed in (("recompute", 0), ("swap", 6)):
+        preempts = SchedulePlan({}, [Preemption("r", mode)])
+        engine = make_engine(Script(SchedulePlan({"r": 6}), preempts), num_blocks=4, num_host_blocks=3)
+        (request,) = engine.add_request("r", range(6), greedy())
+        engine.step()
+        engine.step()
+        assert (request.num_computed_tokens, request.num_uncomputed_tokens) == (computed, 7 - computed)
+        assert request.num_blocks == 0 and not request.is_running and engine.view().num_free_blocks == 4
+        assert engine.view().num_free_host_blocks == (1 if mode == "swap" else 3)
+        assert engine.view().waiting == (request,) and request.num_preemptions == 1
+
+
+def test_blocks_brought_back_from_the_host_are_found_again():
+    """After swap-in the request's prefix serves others once more."""
+    plans = [SchedulePlan({"r": 8}), SchedulePlan({}, [Preemption("r", "swap")]), *[SchedulePlan({"r": 1})] * 4]
+    engine = make_engine(Script(*plans), num_host_blocks=4)
+    (request,) = engine.add_request("r", range(8), greedy(9))
+    engine.step()
+    engine.step()
+    engine.kv_cache.reset_prefix_cache()
+    for _ in range(4):
+        engine.step()
+    (other,) = engine.add_request("other", [*request.token_ids[:12], 1], greedy(1))
+    assert engine.view().cached_tokens(other) == 12
+
+
 def test_continuations_without_a_prefix_cache_share_all_the_same():
     """S22 with enable_prefix_caching off: sharing among continuations is no prefix hit."""
     engine = make_engine(FCFS(), enable_prefix_caching=False)
