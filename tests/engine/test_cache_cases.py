@@ -200,7 +200,7 @@ def test_continuations_share_the_prompt_and_copy_on_write():
 
 
 def test_a_continuation_let_in_late_does_not_spoil_what_others_find():
-    """S22: its sibling filled the prompt's last block with an output token and published it, then was preempted."""
+    """S22: its sibling filled the prompt's last block with an output token, published it, and was preempted."""
     first, last = SchedulePlan({"r/0": 6}), SchedulePlan({"r/0": 1})
     swap_over = SchedulePlan({"r/1": 2}, [Preemption("r/0")])
     engine = make_engine(Script(first, last, last, swap_over, SchedulePlan({"r/1": 1})))
@@ -229,8 +229,8 @@ def test_what_a_preemption_leaves_is_what_a_policy_sees():
 
 def test_blocks_brought_back_from_the_host_are_found_again():
     """After swap-in the request's prefix serves others once more."""
-    plans = [SchedulePlan({"r": 8}), SchedulePlan({}, [Preemption("r", "swap")]), *[SchedulePlan({"r": 1})] * 4]
-    engine = make_engine(Script(*plans), num_host_blocks=4)
+    out, decode = SchedulePlan({}, [Preemption("r", "swap")]), SchedulePlan({"r": 1})
+    engine = make_engine(Script(SchedulePlan({"r": 8}), out, *[decode] * 4), num_host_blocks=4)
     (request,) = engine.add_request("r", range(8), greedy(9))
     engine.step()
     engine.step()
