@@ -22,8 +22,8 @@ from research_engine import kernels
 from research_engine.kernels._checks import CPU_DTYPES, CUDA_DTYPES
 from research_engine.kernels.attention import CPU_PATHS, PATHS
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
-from attention_cases import NAN, TOLERANCE, make_batch
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.kernels.attention_cases import NAN, TOLERANCE, make_batch
 
 # (q_len, seq_len); some rows see nothing.
 MIXED = [(1, 70), (7, 40), (1, 0), (40, 40), (1, 1), (0, 5), (5, 3), (3, 150)]
