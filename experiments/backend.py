@@ -1,4 +1,4 @@
-"""What a trial runs on: a model with its engines. The only file of the experiments that knows how an engine is put together."""
+"""What a trial runs on: a model with its engines. No other file here knows how an engine is put together."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Backend(Protocol):
 
 
 class RealBackend:
-    """Engines that compute: torch and the project's kernels. Holds one model at a time and reuses it for every trial."""
+    """Engines that compute, with torch and the project's kernels. Holds one model at a time, for every trial of it."""
 
     kind = "real"
 

@@ -1,4 +1,4 @@
-"""From a YAML file and key=value words to a checked experiment; a mistake is named with its key, line and the valid ones."""
+"""From a YAML file and key=value words to a checked experiment; a mistake is told with key, line and valid ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from experiments.settings import Settings, nearest_first
 from experiments.workloads import WorkloadSettings
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
-PLOTS = ("latency_cdf",)
 QUOTED = r"'([^']*)'"
 
 
@@ -34,7 +33,7 @@ class SLOSettings(Settings):
 
 
 class TrialSettings(Settings):
-    """Everything that decides a trial, but its seed: the options of an engine, named as in `EngineOptions`, and a workload.
+    """All that decides a trial but its seed: the options of an engine, named as in `EngineOptions`, and a workload.
 
     Args:
         model ... enable_prefix_caching: see `research_engine.options.EngineOptions`; None takes its default.
@@ -85,7 +84,7 @@ class Outputs(Settings):
     """
 
     table: tuple[str, ...] | None = None
-    plots: tuple[Literal["latency_cdf"], ...] = PLOTS
+    plots: tuple[Literal["latency_cdf"], ...] = ("latency_cdf",)
 
     @field_validator("table")
     @classmethod
@@ -127,11 +126,13 @@ class Experiment(Settings):
         out = {}
         for name, levels in factors.items():
             if not isinstance(levels, list) or not levels:
-                raise ValueError(f"{name}: a factor needs a list of levels, got {levels!r}")
+                raise PydanticCustomError("at", "a factor needs a list of levels", {"at": name})
             out[name] = [x if _is_level(x) else {"label": _label(x), "set": {name: x}} for x in levels]
-            labels = [level.get("label") for level in out[name]]
-            if len({str(label) for label in labels}) < len(labels):
-                raise ValueError(f"{name}: two levels are alike in {labels}")
+            labels = [str(level.get("label")) for level in out[name]]
+            if len(set(labels)) < len(labels):
+                raise PydanticCustomError(
+                    "at", "two levels are alike in {names}", {"at": name, "names": ", ".join(labels)}
+                )
         return out
 
     @field_validator("baseline", mode="before")
@@ -150,12 +151,13 @@ class Experiment(Settings):
     def _known_baseline(self) -> Experiment:
         for factor, label in self.baseline.items():
             if factor not in self.factors:
-                raise PydanticCustomError("at", "no factor '{name}'; {hint}", {
-                    "at": "baseline", "name": factor, "hint": nearest_first(factor, self.factors)})  # fmt: skip
+                context = {"at": "baseline", "name": factor, "hint": nearest_first(factor, self.factors)}
+                raise PydanticCustomError("at", "no factor '{name}'; {hint}", context)
             labels = [level.label for level in self.factors[factor]]
             if label not in labels:
-                raise PydanticCustomError("at", "{factor} has no level '{name}'; {hint}", {
-                    "at": "baseline", "factor": factor, "name": label, "hint": nearest_first(label, labels)})  # fmt: skip
+                hint = nearest_first(label, labels)
+                context = {"at": "baseline", "factor": factor, "name": label, "hint": hint}
+                raise PydanticCustomError("at", "{factor} has no level '{name}'; {hint}", context)
         return self
 
 
@@ -212,24 +214,23 @@ def _read(text: str, origin: Origin) -> dict[str, Any]:
         raise ConfigError(f"{origin.file}{line}: no YAML: {error.problem or error.context}") from error
     if node is None or not isinstance(data, dict):
         raise ConfigError(f"{origin.file}: must be a mapping with {', '.join(Experiment.model_fields)}")
-    for path, key, line in _keys(node, ()):
+    for path, number in _keys(node, ()):
         if path in origin.lines:
-            raise ConfigError(
-                f"{origin.file}, line {line}: the key {key!r} is there twice, first in {origin.lines[path]}"
-            )
-        origin.lines[path] = f"{origin.file}, line {line}"
+            first = origin.lines[path]
+            raise ConfigError(f"{origin.file}, line {number}: the key {path[-1]!r} is there twice, first in {first}")
+        origin.lines[path] = f"{origin.file}, line {number}"
     return data
 
 
-def _keys(node: yaml.Node, path: KeyPath) -> Iterator[tuple[KeyPath, Any, int]]:
+def _keys(node: yaml.Node, path: KeyPath) -> Iterator[tuple[KeyPath, int]]:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             name = yaml.safe_load(yaml.serialize(key)) if isinstance(key, yaml.ScalarNode) else str(key)
-            yield (*path, name), name, key.start_mark.line + 1
+            yield (*path, name), key.start_mark.line + 1
             yield from _keys(value, (*path, name))
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):
-            yield (*path, index), index, value.start_mark.line + 1
+            yield (*path, index), value.start_mark.line + 1
             yield from _keys(value, (*path, index))
 
 
@@ -247,8 +248,8 @@ def load_experiment(name: str, overrides: Sequence[str] = ()) -> tuple[Experimen
     Args:
         name: out of `available()`, or the path of a YAML file.
         overrides: `key=value`; a key is that of a setting in `base` (dotted), of a factor (its levels are replaced; one
-            value or a list), `factors.KEY` for a new factor, or `name`, `description`, `seeds`, `baseline.FACTOR`, `outputs.KEY`.
-            Values are YAML.
+            value or a list), `factors.KEY` for a new factor, or `name`, `description`, `seeds`, `baseline.FACTOR`,
+            `outputs.KEY`. Values are YAML.
 
     Raises:
         ConfigError: unknown experiment, key, scheduler; a value out of range; with its line or word.

@@ -41,8 +41,9 @@ class Trial:
 
 
 def trials_of(experiment: Experiment, cells: Sequence[Cell]) -> list[Trial]:
-    """Every cell with every seed. Models outermost, since loading one takes long; then seeds, so that an early end leaves
-    whole comparisons."""
+    """Every cell with every seed. Models outermost, since loading one takes long; then seeds: an early end leaves whole
+    comparisons.
+    """
     trials = [
         Trial(cell.label, cell.levels, cell.settings, seed, trial_key(cell.settings, seed))
         for seed in experiment.seeds

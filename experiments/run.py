@@ -1,4 +1,4 @@
-"""`python experiments/run.py [NAME or FILE.yaml] [key=value ...]`: from a question to a table. See docs/experiments.md."""
+"""`python experiments/run.py [NAME or FILE.yaml] [key=value ...]`: from a question to a table (docs/experiments.md)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, 1 for a trial that failed, 2 for a user's mistake, 130 after Ctrl-C."""
+    """The command line. Returns the exit code: 0; 1 a trial failed; 2 a user's mistake; 130 Ctrl-C."""
     parser = argparse.ArgumentParser("experiments/run.py", description=DESCRIPTION, epilog=EXAMPLES,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument(
@@ -99,15 +99,12 @@ def _run(options: argparse.Namespace, console: object, words: Sequence[str]) -> 
     if report.interrupted is not None:
         rest = [word for word in words if word != "--out" and word != str(options.out)]
         again = " ".join(["python", "experiments/run.py", *map(_quoted, rest), "--out", str(out)])
-        print(
-            f"\nstopped in {report.interrupted}; {done} of {report.planned} trials are finished and kept. To go on:\n  {again}"
-        )
+        kept = f"{done} of {report.planned} trials are finished and kept"
+        print(f"\nstopped in {report.interrupted}; {kept}. To go on:\n  {again}")
         return 130
     for trial, why in report.failed.items():
         print(f"failed: {trial}: {why}", file=sys.stderr)
-    print(
-        f"{done} of {report.planned} trials are in {out}: table.md, table.csv, table.tex, latency.png, latency.pdf, trials/"
-    )
+    print(f"{done} of {report.planned} trials are in {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
     return 1 if report.failed else 0
 
 

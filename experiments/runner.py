@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
@@ -17,15 +17,13 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from experiments.analysis.report import write_report
 from experiments.backend import Backend, RealBackend, model_identity
-from experiments.config import Cell, ConfigError, Experiment, TrialSettings
+from experiments.config import Cell, Experiment, TrialSettings
 from experiments.environment import environment, usable_cores
 from experiments.plan import Trial, code_version, trials_of
 from experiments.storage import read_summary, write_json, write_text
 from experiments.trial import make_workload, run_trial, warm_up
 from experiments.workloads import Workload
-from experiments.workloads.lengths import WorkloadError
 from research_engine.engine.errors import EngineError
 
 
@@ -59,8 +57,8 @@ def run_experiment(
 ) -> RunReport:
     """Run what is missing of an experiment, then write its tables and plots.
 
-    Trials that the directory holds already, by key, are not run again. Everything is written atomically, so an interruption
-    loses the trial in flight alone.
+    Trials that the directory holds already, by key, are not run again. Everything is written atomically, so an
+    interruption loses the trial in flight alone.
 
     Args:
         experiment, cells: from `load_experiment`.
@@ -70,19 +68,26 @@ def run_experiment(
         jobs: processes at once.
 
     Raises:
-        ConfigError, WorkloadError, LoadError, OptionError: a mistake of the user, found before the first trial of its model.
+        ConfigError, WorkloadError, LoadError, OptionError: a mistake of the user, found before the first trial of its
+        model.
     """
     trials = trials_of(experiment, cells)
     report = RunReport(directory, len(trials))
+    is_new = not directory.exists()
     _write_head(experiment, cells, trials, directory)
     missing = [trial for trial in trials if read_summary(directory / "trials" / trial.directory_name) is None]
     report.reused = len(trials) - len(missing)
     if report.reused:
         console.print(f"{report.reused} of {len(trials)} trials are finished already and are not run again")
-    if missing and jobs > 1:
-        _run_parallel(missing, directory, report, console, jobs)
-    elif missing:
-        _run_in_turn(missing, directory, report, console, backend or RealBackend())
+    try:
+        if missing and jobs > 1:
+            _run_parallel(missing, directory, report, console, jobs)
+        elif missing:
+            _run_in_turn(missing, directory, report, console, backend or RealBackend())
+    except BaseException:
+        if is_new and not (directory / "trials").exists():  # nothing ran: leave no directory behind a mistake
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
     return report
 
 
@@ -149,7 +154,7 @@ def _run_in_turn(
 
 
 def _workload_key(trial: Trial) -> tuple[str, int]:
-    """Trials of the same key serve the very same requests. Limits are part of it: they are checked with the workload."""
+    """Trials of the same key serve the very same requests; limits are part of it, being checked with them."""
     own = trial.settings
     limits = (own.model, own.max_model_len, own.num_blocks, own.block_size)
     return f"{own.workload.model_dump_json()} {limits}", trial.seed
@@ -167,8 +172,8 @@ def _one_line(summary: dict[str, Any]) -> str:
     numbers = summary["metrics"]
     marks = "".join(f", {mark}" for mark in ("void", "unstable") if summary[mark])
     return (
-        f"{summary['cell']}, seed {summary['seed']}: {numbers['num_completed']} of {numbers['num_requests']} requests in "
-        f"{numbers['duration']:.1f} s, {numbers['output_throughput']:.0f} output tokens/s{marks}"
+        f"{summary['cell']}, seed {summary['seed']}: {numbers['num_completed']} of {numbers['num_requests']} requests "
+        f"in {numbers['duration']:.1f} s, {numbers['output_throughput']:.0f} output tokens/s{marks}"
     )
 
 
@@ -187,9 +192,8 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[int, str], Non
 
 def _run_parallel(trials: Sequence[Trial], directory: Path, report: RunReport, console: Console, jobs: int) -> None:
     """Runs the trials in `jobs` processes, each with its own model; mutates the report."""
-    console.print(
-        f"[yellow]note:[/] {jobs} trials at once share this machine, so their times disturb each other; compare times with --jobs 1"
-    )
+    note = f"{jobs} trials at once share this machine and disturb each other's times; measure times with --jobs 1"
+    console.print(f"[yellow]note:[/] {note}")
     threads = max(1, usable_cores() // jobs)
     pool = ProcessPoolExecutor(
         min(jobs, len(trials)), multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(threads,)

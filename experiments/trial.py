@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,8 @@ def make_workload(trial: Trial, backend: Backend) -> Workload:
     for name, limit in limits.items():
         if limit is not None and longest > limit:
             raise ConfigError(
-                f"{trial.cell}, seed {trial.seed}: the longest request has {longest} tokens, {name} is {limit}; raise it, "
-                "or bound workload.lengths.max_total"
+                f"{trial.cell}, seed {trial.seed}: the longest request has {longest} tokens, {name} is {limit}; "
+                "raise it, or bound workload.lengths.max_total"
             )
     return workload
 
@@ -131,7 +132,7 @@ def _write(directory: Path, trial: Trial, records: Records, summary: dict[str, A
 
     for name, frame in (("requests", metrics.requests_frame(records)), ("steps", metrics.steps_frame(records))):
         table = pa.Table.from_pandas(frame, schema=parquet_schema(name), preserve_index=False)
-        write_with(directory / f"{name}.parquet", lambda path, table=table: pq.write_table(table, path))
+        write_with(directory / f"{name}.parquet", partial(pq.write_table, table))
     trace = json.dumps(metrics.chrome_trace(records, name=f"{trial.cell}, seed {trial.seed}"))
     (directory / "trace.json").write_text(trace, encoding="utf-8")
     write_json(directory / "summary.json", summary)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,26 @@ import numpy as np
 from experiments.storage import write_with
 
 # Okabe and Ito's colours, darkest first, each with a line style of its own for print without colour.
-STYLES = (("#0072B2", "-"), ("#D55E00", (0, (5, 1.5))), ("#009E73", (0, (1.2, 1))), ("#CC79A7", (0, (5, 1.5, 1.2, 1.5))),
-          ("#000000", (0, (3, 1, 1, 1, 1, 1))), ("#E69F00", (0, (8, 2))), ("#56B4E9", (0, (2, 2))))  # fmt: skip
+STYLES: tuple[tuple[str, Any], ...] = (
+    ("#0072B2", "-"),
+    ("#D55E00", (0, (5, 1.5))),
+    ("#009E73", (0, (1.2, 1))),
+    ("#CC79A7", (0, (5, 1.5, 1.2, 1.5))),
+    ("#000000", (0, (3, 1, 1, 1, 1, 1))),
+    ("#E69F00", (0, (8, 2))),
+    ("#56B4E9", (0, (2, 2))),
+)
 _PANELS = (("ttft", "TTFT (s)"), ("itl", "inter-token latency (s)"), ("e2e", "end-to-end latency (s)"))
-_SETTINGS = {"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "legend.fontsize": 8, "xtick.labelsize": 7,
-             "ytick.labelsize": 7, "pdf.fonttype": 42, "axes.spines.top": False, "axes.spines.right": False}  # fmt: skip
+_SETTINGS = {
+    "font.size": 8,
+    "axes.labelsize": 8,
+    "legend.fontsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "pdf.fonttype": 42,  # text stays text
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
 
 
 def latency_cdf(latencies: Mapping[str, Mapping[str, Sequence[float]]], title: str, path: Path) -> list[Path]:
@@ -54,7 +70,7 @@ def latency_cdf(latencies: Mapping[str, Mapping[str, Sequence[float]]], title: s
         files = [path.with_suffix(".png"), path.with_suffix(".pdf")]
         for file in files:
             metadata: dict[str, Any] = {"CreationDate": None} if file.suffix == ".pdf" else {}
-            write_with(file, lambda at, metadata=metadata: figure.savefig(at, dpi=200, metadata=metadata))
+            write_with(file, partial(figure.savefig, dpi=200, metadata=metadata))
     return files
 
 

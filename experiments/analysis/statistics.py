@@ -44,7 +44,7 @@ def bootstrap_interval(values: Sequence[float], *, confidence: float = CONFIDENC
 
 
 def paired_change(values: Mapping[int, float], baseline: Mapping[int, float]) -> Interval:
-    """Change against a baseline in percent of the baseline's mean: differences are taken seed by seed, then bootstrapped.
+    """Change in percent of the baseline's mean: differences are taken seed by seed, then bootstrapped.
 
     Args:
         values, baseline: seed -> value; seeds that both have are used.

@@ -53,9 +53,13 @@ def _most_urgent(metric: str, point: str) -> Callable[[Summary], float]:
 def _latencies() -> dict[str, Metric]:
     out = {}
     for name, title, unit, scale, digits in (
-        ("ttft", "TTFT", "s", 1.0, 2), ("tpot", "TPOT", "ms", 1e3, 0), ("itl", "ITL", "ms", 1e3, 0), ("e2e", "E2E", "s", 1.0, 2),
-        ("normalized_latency", "Norm. latency", "ms/token", 1e3, 0), ("queueing_delay", "Queueing", "s", 1.0, 2),
-    ):  # fmt: skip
+        ("ttft", "TTFT", "s", 1.0, 2),
+        ("tpot", "TPOT", "ms", 1e3, 0),
+        ("itl", "ITL", "ms", 1e3, 0),
+        ("e2e", "E2E", "s", 1.0, 2),
+        ("normalized_latency", "Norm. latency", "ms/token", 1e3, 0),
+        ("queueing_delay", "Queueing", "s", 1.0, 2),
+    ):
         for point in ("mean", "p50", "p90", "p99"):
             label = f"{title} {point.upper() if point != 'mean' else 'mean'} ({unit})"
             out[f"{name}_{point}"] = Metric(label, _at("metrics", name, point, scale=scale), digits, "lower")
@@ -87,8 +91,8 @@ METRICS: dict[str, Metric] = {
 }
 USUAL = (
     "ttft_p50", "ttft_p90", "ttft_p99", "tpot_p50", "tpot_p90", "tpot_p99", "itl_p50", "itl_p90", "itl_p99",
-    "e2e_p50", "e2e_p90", "e2e_p99", "urgent_ttft_p50", "urgent_ttft_p90", "output_throughput", "preemptions", "kv_utilization",
-    "kv_occupancy", "offered_rate", "achieved_rate",
+    "e2e_p50", "e2e_p90", "e2e_p99", "urgent_ttft_p50", "urgent_ttft_p90", "output_throughput",
+    "preemptions", "kv_utilization", "kv_occupancy", "offered_rate", "achieved_rate",
 )  # fmt: skip
 
 
@@ -257,12 +261,12 @@ def _tex(text: str) -> str:
 
 
 def to_csv(cells: Sequence[CellResults], baseline: CellResults | None) -> str:
-    """Tidy: one row a cell and metric, every metric, with interval, paired change against the baseline and what it ran on."""
+    """Tidy: one row a cell and metric, with interval, paired change against the baseline and what it ran on."""
     factors = list(dict.fromkeys(factor for cell in cells for factor in cell.levels))
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["cell", *factors, "metric", "label", "mean", "low", "high", "seeds", "change_percent", "change_low",
-                     "change_high", "measured", "machine", "verdict"])  # fmt: skip
+    numbers = ("mean", "low", "high", "seeds", "change_percent", "change_low", "change_high")
+    writer.writerow(["cell", *factors, "metric", "label", *numbers, "measured", "machine", "verdict"])
     for cell in cells:
         for name, metric in METRICS.items():
             values = cell.values(metric)
@@ -271,9 +275,10 @@ def to_csv(cells: Sequence[CellResults], baseline: CellResults | None) -> str:
                 continue
             no_change = Interval(math.nan, math.nan, math.nan)
             change = no_change if baseline is None else paired_change(values, baseline.values(metric))
-            numbers = ["" if math.isnan(value) else f"{value:.6g}" for value in (*interval, *change)]
-            writer.writerow([cell.label, *(cell.levels.get(factor, "") for factor in factors), name, metric.label, *numbers[:3],
-                             len(values), *numbers[3:], cell.kind.split(",")[0], "; ".join(sorted(cell.machines)), cell.verdict])  # fmt: skip
+            shown = ["" if math.isnan(value) else f"{value:.6g}" for value in (*interval, *change)]
+            levels = [cell.levels.get(factor, "") for factor in factors]
+            origin = [cell.kind.partition(",")[0], "; ".join(sorted(cell.machines)), cell.verdict]
+            writer.writerow([cell.label, *levels, name, metric.label, *shown[:3], len(values), *shown[3:], *origin])
     return out.getvalue()
 
 

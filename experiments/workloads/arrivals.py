@@ -34,7 +34,7 @@ class ArrivalSettings(Settings):
 
 
 def arrival_times(settings: ArrivalSettings, count: int, rng: np.random.Generator) -> list[float]:
-    """`count` ascending times in seconds; the first gap counts from 0. Stretching the rate keeps the pattern of a seed."""
+    """`count` ascending times in seconds, the first gap counted from 0. Another rate stretches the same pattern."""
     if settings.process == "at_once" or settings.rate is None:
         return [0.0] * count
     if settings.process == "constant":

@@ -85,8 +85,10 @@ class ShareGPTLengths(FilteredLengths):
 
 
 class LogNormalLengths(FilteredLengths):
-    """Log-normal lengths. The defaults are fitted to ShareGPT: with the usual bounds they give prompts of mean / median / P99
-    215 / 113 / 966 and outputs of 204 / 148 / 959 tokens, where its first turns have 236 / 108 / 954 and 217 / 140 / 945.
+    """Log-normal lengths, by default fitted to ShareGPT's first turns.
+
+    With the usual bounds the fit gives prompts of mean / median / P99 215 / 113 / 966 tokens and outputs of 204 / 148 /
+    959, where ShareGPT has 236 / 108 / 954 and 217 / 140 / 945.
 
     Args:
         prompt_log_mean, prompt_log_std, output_log_mean, output_log_std: of the natural logarithms.
@@ -196,7 +198,7 @@ def _sharegpt(settings: ShareGPTLengths, count: int, rng: np.random.Generator, t
     assert tokenizer is not None
     file = ConversationFile(path, settings.max_records)
     turns = list(file)
-    samples = []
+    samples: list[Sample] = []
     for index in rng.permutation(len(turns)).tolist():
         if len(samples) == count:
             break

@@ -1,4 +1,4 @@
-"""ShareGPT conversations out of a JSON file of any size, read as a stream; a file cut off in mid-record still serves."""
+"""ShareGPT conversations out of a JSON file of any size, read as a stream; one cut off in mid-record still serves."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def _skip(text: str, at: int, characters: str) -> int:
 
 def _first_turn(record: Any) -> Turn | None:
     """None for a record of another shape and for one without an answer to its first human turn."""
-    turns = record.get("conversations", ()) if isinstance(record, dict) else ()
+    turns = record.get("conversations") if isinstance(record, dict) else None
     prompt = None
-    for turn in turns:
+    for turn in turns if isinstance(turns, list) else ():
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
             continue
         if prompt is None and turn.get("from") in _USER:

@@ -1,4 +1,4 @@
-"""A workload: arrivals, lengths, prompts and priorities put together, a pure function of settings, seed and tokenizer."""
+"""A workload: arrivals, lengths, prompts and priorities, a pure function of settings, seed and tokenizer."""
 
 from __future__ import annotations
 

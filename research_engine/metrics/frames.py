@@ -1,4 +1,4 @@
-"""Records as pandas frames and back: what Parquet files hold, losslessly, so that every metric can be had from files alone."""
+"""Records as pandas frames and back, losslessly: with them every metric can be had from Parquet files alone."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _LISTS = ("request_ids", "starts", "num_tokens", "drew")
 def requests_frame(records: Records) -> pd.DataFrame:
     """One row a request, in the order in which they ended: every field of RequestRecord, then its metrics in seconds.
 
-    Columns added: completed, ttft, tpot, e2e, normalized_latency, queueing_delay (docs/metrics.md), and token_times, the
-    clock seconds at which its tokens came out.
+    Columns added: completed, ttft, tpot, e2e, normalized_latency, queueing_delay (docs/metrics.md), and token_times,
+    the clock seconds at which its tokens came out.
     """
     import pandas as pd
 
@@ -40,10 +40,10 @@ def requests_frame(records: Records) -> pd.DataFrame:
 
 
 def steps_frame(records: Records) -> pd.DataFrame:
-    """One row a step: every field of StepRecord (lists stay lists, preemptions become dictionaries), then counts and durations.
+    """One row a step: every field of StepRecord (preemptions as dictionaries), then counts and durations.
 
-    Columns added: batch_size (rows), batch_tokens, new_tokens (drawn), num_preemptions, tokens_lost, and schedule_seconds,
-    execute_seconds, update_seconds, which split the step.
+    Columns added: batch_size (rows), batch_tokens, new_tokens (drawn), num_preemptions, tokens_lost, and
+    schedule_seconds, execute_seconds, update_seconds, which split the step.
     """
     import pandas as pd
 

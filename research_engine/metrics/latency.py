@@ -51,7 +51,7 @@ def request_token_times(records: Records) -> list[list[float]]:
     request's tokens are those between its own first and last token.
     """
     times = _times_by_id(records.steps)
-    out = []
+    out: list[list[float]] = []
     for record in records.requests:
         own = times.get(record.request_id, [])
         if record.first_token_time is None or record.last_token_time is None:

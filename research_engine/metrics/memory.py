@@ -19,7 +19,8 @@ class KVUsage:
         occupancy: blocks that requests hold / blocks of the cache.
         peak_occupancy: the largest occupancy of any step; no mean.
 
-    utilization + reserved + internal = 1. Blocks of one size leave no external fragmentation. NaN for a run without steps.
+    utilization + reserved + internal = 1. Blocks of one size leave no external fragmentation. NaN for a run without
+    steps.
     """
 
     utilization: float
@@ -36,8 +37,8 @@ class PreemptionCost:
     Attributes:
         events: preemptions.
         tokens_lost: computed tokens whose KV was dropped.
-        tokens_recomputed: tokens that were in fact computed more than once; fewer than lost where the prefix cache or an
-            abort spares the work.
+        tokens_recomputed: tokens that were in fact computed more than once; fewer than lost where the prefix cache or
+            an abort spares the work.
         blocks_swapped: blocks moved to the host and back.
         bytes_swapped: the same in bytes; NaN when the size of a block is not given.
     """
@@ -60,8 +61,8 @@ class PreemptionCost:
 def kv_usage(records: Records, *, block_size: int) -> KVUsage:
     """Memory use as in Figure 2 of the PagedAttention paper (SOSP'23), for a cache of equal blocks.
 
-    A step's state counts for as long as the step lasts. `reserved` and `internal` are told apart by what the request held
-    when it ended: its last token is never stored.
+    A step's state counts for as long as the step lasts. `reserved` and `internal` are told apart by what the request
+    held when it ended: its last token is never stored.
 
     Args:
         block_size: token slots per block.

@@ -45,7 +45,7 @@ class SLO:
 
 
 def percentiles(values: Iterable[float], points: Sequence[int] = PERCENTILES) -> dict[str, float]:
-    """Mean, minimum, maximum, count and percentiles (linear between order statistics) of the values that are not NaN."""
+    """Count, mean, extremes and percentiles (linear between order statistics) of the values that are not NaN."""
     array = np.array([value for value in values if not math.isnan(value)], dtype=np.float64)
     out: dict[str, float] = {"count": int(array.size)}
     if not array.size:
@@ -86,11 +86,12 @@ def summarize(
         bytes_per_block: to give swapped blocks in bytes.
 
     Returns:
-        `num_requests`, `num_completed`, `num_failed`, `duration` (end - start), `num_steps`, token counts; rates per second
-        (`request_throughput`, `output_throughput`, `total_throughput`: tokens of completed requests / duration), `goodput`,
-        `slo_attainment` (of *all* requests); `ttft`, `tpot`, `itl`, `e2e`, `normalized_latency`, `queueing_delay`
-        as percentiles over completed requests; `by_priority` with the same six for each priority where there are several;
-        `kv` and `preemption`; `batch_size`, means over steps; `prefix_hit_rate` (cached / prompt tokens).
+        `num_requests`, `num_completed`, `num_failed`, `duration` (end - start), `num_steps`, token counts; rates per
+        second (`request_throughput`, `output_throughput`, `total_throughput`: tokens of completed requests / duration),
+        `goodput`, `slo_attainment` (of *all* requests); `ttft`, `tpot`, `itl`, `e2e`, `normalized_latency`,
+        `queueing_delay` as percentiles over completed requests; `by_priority` with the same six for each priority
+        where there are several; `kv` and `preemption`; `batch_size`, the mean over steps; `prefix_hit_rate` (cached /
+        prompt tokens).
     """
     requests, steps = records.requests, records.steps
     done = [record for record in requests if latency.is_completed(record)]

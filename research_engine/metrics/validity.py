@@ -23,7 +23,7 @@ class ArrivalRates(NamedTuple):
     @property
     def is_void(self) -> bool:
         """Off by more than 1 %: the load generator was the bottleneck, so latencies say nothing of the system."""
-        return not abs(self.achieved - self.offered) <= VOID_BEYOND * self.offered
+        return self.achieved != self.offered and not abs(self.achieved - self.offered) <= VOID_BEYOND * self.offered
 
 
 def arrival_rates(
@@ -31,9 +31,9 @@ def arrival_rates(
 ) -> ArrivalRates:
     """Offered and achieved arrival rate of an open-loop run.
 
-    An engine looks at its queue between steps, so a request that arrives during a step is on time when it enters as the step
-    ends; only what comes on top is the load generator's own delay and lowers the achieved rate. A refused request did not
-    arrive.
+    An engine looks at its queue between steps, so a request that arrives during a step is on time when it enters as
+    the step ends; only what comes on top is the load generator's own delay and lowers the achieved rate. A refused
+    request did not arrive.
 
     Args:
         arrivals: scheduled, in clock seconds, ascending.
@@ -41,8 +41,8 @@ def arrival_rates(
         steps: (started, finished) of every step, ascending.
 
     Returns:
-        (n - 1) / (last - first) of the scheduled times, and accepted requests over the same span plus the generator's worst
-        delay; infinite for fewer than two arrivals or all at once.
+        (n - 1) / (last - first) of the scheduled times, and accepted requests over the same span plus the generator's
+        worst delay; infinite for fewer than two arrivals or all at once.
     """
     span = arrivals[-1] - arrivals[0] if len(arrivals) > 1 else 0.0
     if span <= 0:
@@ -63,8 +63,8 @@ def queue_grows(records: Records) -> bool:
     """Unstable: requests come faster than they are served, so latencies depend on how long one looks.
 
     The time between the first and the last arrival is cut into four parts. The run is unstable when the mean number of
-    requests in the system (running and waiting, over the part's steps) rises from each part to the next and is in the last
-    one at least 1.5 times its mean over the three before.
+    requests in the system (running and waiting, over the part's steps) rises from each part to the next and is in the
+    last one at least 1.5 times its mean over the three before.
     """
     arrivals = [record.arrival_time for record in records.requests]
     if len(arrivals) < 2 * _PARTS:

@@ -1,0 +1,202 @@
+"""Whole experiments: complete directories, resuming, interruption, bad input, and a real model of random weights."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+from rich.console import Console
+
+from experiments import storage
+from experiments.analysis.report import write_report
+from experiments.config import ConfigError, load_experiment
+from experiments.run import main
+from experiments.runner import RunReport, run_experiment
+from tests.experiments.stub_backend import StubBackend
+from tests.experiments.test_config import EXPERIMENT
+
+FILES = {
+    "config.yaml",
+    "environment.json",
+    "trials.json",
+    "table.md",
+    "table.csv",
+    "table.tex",
+    "latency.png",
+    "latency.pdf",
+    "trials",
+}
+TRIAL_FILES = {"summary.json", "requests.parquet", "steps.parquet", "trace.json"}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(EXPERIMENT)
+    return path
+
+
+def run(file: Path, out: Path, backend: StubBackend, *words: str) -> RunReport:
+    report = run_experiment(*load_experiment(str(file), words), out, console=Console(quiet=True), backend=backend)
+    write_report(out)
+    return report
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    """Every file of a run but environment.json, which has the date, and plots."""
+    return {
+        str(path.relative_to(out)): path.read_bytes()
+        for path in sorted(out.rglob("*"))
+        if path.is_file() and path.name not in ("environment.json", "latency.png", "latency.pdf")
+    }
+
+
+def test_a_run_directory_is_complete(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    report = run(file, out, StubBackend(), "outputs.plots=[latency_cdf]")
+    assert (report.planned, report.finished, report.failed) == (4, 4, {})
+    assert {path.name for path in out.iterdir()} == FILES
+    trials = list((out / "trials").iterdir())
+    assert len(trials) == 4
+    for trial in trials:
+        assert {path.name for path in trial.iterdir()} == TRIAL_FILES
+        assert len(pd.read_parquet(trial / "requests.parquet")) == 4
+        assert json.loads((trial / "trace.json").read_text())["traceEvents"]
+    assert json.loads((out / "environment.json").read_text())["packages"]["numpy"]
+
+
+def test_every_policy_serves_the_same_arrivals_and_lengths(file: Path, tmp_path: Path) -> None:
+    run(file, tmp_path / "run", StubBackend(), "workload.lengths={source: lognormal, max_total: 200}")
+    plan = json.loads((tmp_path / "run" / "trials.json").read_text())
+    served = {}
+    for trial in plan:
+        frame = pd.read_parquet(tmp_path / "run" / "trials" / trial["directory"] / "requests.parquet").sort_values(
+            "request_id"
+        )
+        work = frame[["request_id", "arrival_time", "prompt_tokens", "output_tokens", "priority"]].to_numpy().tolist()
+        served.setdefault(trial["seed"], []).append(work)
+    assert all(works[0] == works[1] for works in served.values())
+    assert served[3] != served[5]
+
+
+def test_the_resolved_configuration_runs_the_same_trials_again(file: Path, tmp_path: Path) -> None:
+    run(file, tmp_path / "one", StubBackend(), "num_blocks=33")
+    run(tmp_path / "one" / "config.yaml", tmp_path / "two", StubBackend())
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+@pytest.mark.parametrize("interrupt_at", [2, 4])  # the first engine is the warm-up's
+def test_an_interrupted_and_resumed_run_equals_an_undisturbed_one(
+    file: Path, tmp_path: Path, interrupt_at: int
+) -> None:
+    run(file, tmp_path / "whole", StubBackend())
+    report = run(file, tmp_path / "torn", StubBackend(interrupt_at))
+    finished = interrupt_at - 2
+    assert report.interrupted is not None
+    assert report.finished == finished
+    assert len(list((tmp_path / "torn" / "trials").glob("*"))) == finished if finished else True
+    again = StubBackend()
+    report = run(file, tmp_path / "torn", again)
+    assert report.reused == finished
+    assert again.engines == 1 + 4 - finished
+    assert contents(tmp_path / "torn") == contents(tmp_path / "whole")
+
+
+def test_finished_trials_are_not_run_again_but_new_ones_are(file: Path, tmp_path: Path) -> None:
+    run(file, tmp_path / "run", StubBackend())
+    again = StubBackend()
+    assert run(file, tmp_path / "run", again).finished == 0
+    assert again.engines == 0
+    assert run(file, tmp_path / "run", again, "seeds=[3, 5, 7]").finished == 2
+
+
+def test_half_a_trial_counts_as_none(file: Path, tmp_path: Path) -> None:
+    run(file, tmp_path / "run", StubBackend())
+    trial = next((tmp_path / "run" / "trials").iterdir())
+    (trial / "summary.json").write_text("{")
+    assert run(file, tmp_path / "run", StubBackend()).finished == 1
+
+
+def test_a_failing_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "table.md"
+    storage.write_text(path, "old")
+
+    def fail(temporary: Path) -> None:
+        temporary.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        storage.write_with(path, fail)
+    with contextlib.suppress(KeyboardInterrupt), storage.new_directory(tmp_path / "trial") as fresh:
+        (fresh / "summary.json").write_text("half")
+        raise KeyboardInterrupt
+    assert [p.name for p in tmp_path.iterdir()] == ["table.md"]
+    assert path.read_text() == "old"
+
+
+def test_a_policy_that_fails_leaves_a_hole_and_the_others_run(file: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "bad.py"
+    policy.write_text("class Bad:\n    def schedule(self, view):\n        return 1\n"
+                      "    def on_arrival(self, request): pass\n    def on_step(self, record): pass\n"
+                      "    def on_finish(self, request): pass\n")  # fmt: skip
+    report = run(file, tmp_path / "run", StubBackend(), f"scheduler=[fcfs, {policy}:Bad]")
+    assert report.finished == 2
+    assert len(report.failed) == 2
+    assert "must return a SchedulePlan" in next(iter(report.failed.values()))
+    assert "2 of 2 missing" in (tmp_path / "run" / "table.md").read_text()
+
+
+def test_a_request_that_cannot_fit_is_told_before_anything_runs(file: Path, tmp_path: Path) -> None:
+    backend = StubBackend()
+    with pytest.raises(ConfigError, match=r"the longest request has 12 tokens, num_blocks x block_size is 8; raise it"):
+        run(file, tmp_path / "run", backend, "num_blocks=1", "block_size=8")
+    assert backend.engines == 0
+
+
+def test_list_names_what_ships(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    assert "quickstart" in capsys.readouterr().out
+
+
+def test_dry_run_prints_the_trials_and_makes_nothing(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(file), "--dry-run", "--out", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.count("to run") == 4
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["quikstart"], "no experiment 'quikstart'; valid ones, nearest first: quickstart"),
+        (["model=dummy:tinny"], "unknown model 'dummy:tinny'; known: dummy:tiny"),
+        (["scheduler=fcsf"], "no scheduler 'fcsf'; valid ones, nearest first: fcfs"),
+        (["modle=dummy:tiny"], "unknown key 'modle'; valid ones, nearest first: model"),
+    ],
+)
+def test_a_users_mistake_ends_with_code_2_and_the_nearest_valid_ones(
+    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--out", str(tmp_path / "run")]) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_three_schedulers_on_a_real_model_of_random_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=dummy:tiny", "seeds=[0]", "workload.num_requests=8", "workload.arrivals.rate=100", "num_blocks=24",
+             "workload.lengths={source: lognormal, max_prompt: 100, max_output: 30}"]  # fmt: skip
+    out = tmp_path / "run"
+    assert main([*words, "--out", str(out)]) == 0
+    assert "3 of 3 trials are in" in capsys.readouterr().out
+    for line in ("| measured | real, CPU | real, CPU | real, CPU |", "|  | fcfs | chunked_prefill | priority |"):
+        assert line in (out / "table.md").read_text()
+    for trial in json.loads((out / "trials.json").read_text()):
+        summary = json.loads((out / "trials" / trial["directory"] / "summary.json").read_text())
+        assert summary["metrics"]["num_completed"] == 8
+        assert summary["metrics"]["output_tokens"] == summary["workload"]["output_tokens"]
+    assert yaml.safe_load((out / "config.yaml").read_text())["base"]["model"] == "dummy:tiny"

@@ -1,0 +1,142 @@
+"""Tables, statistics and plots of given trials, to the last character."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from pathlib import Path
+
+import pytest
+
+from experiments.analysis.plots import latency_cdf
+from experiments.analysis.statistics import bootstrap_interval, paired_change
+from experiments.analysis.tables import METRICS, CellResults, build_table, to_csv, to_latex, to_markdown
+
+SHOWN = ("ttft_p50", "itl_p99", "output_throughput", "preemptions")
+
+
+def summary(ttft: float, itl: float, throughput: float, preemptions: int, **marks: bool) -> dict[str, object]:
+    return {
+        "kind": "real", "machine": "NVIDIA H200", "void": False, "unstable": False, "offered_rate": 2.0,
+        "achieved_rate": 2.0,
+        "metrics": {"ttft": {"p50": ttft}, "itl": {"p99": itl}, "output_throughput": throughput, "by_priority": {},
+                    "preemption": {"events": preemptions}},
+    } | marks  # fmt: skip
+
+
+@pytest.fixture
+def cells() -> list[CellResults]:
+    slow = {0: summary(1.0, 0.050, 100.0, 3), 1: summary(3.0, 0.070, 90.0, 5)}
+    fast = {0: summary(0.5, 0.060, 120.0, 3, unstable=True), 1: summary(0.75, 0.060, 130.0, 5)}
+    return [
+        CellResults("fcfs", {"scheduler": "fcfs"}, slow, 2),
+        CellResults("my_policy", {"scheduler": "my_policy"}, fast, 3),
+    ]
+
+
+def test_markdown_table(cells: list[CellResults]) -> None:
+    assert to_markdown(build_table("A & B", cells, SHOWN, ["Workload: 4 requests."])) == (
+        "**A & B**\n"
+        "\n"
+        "|  | fcfs | my_policy |\n"
+        "|---|---:|---:|\n"
+        "| measured | real, GPU | real, GPU |\n"
+        "| verdict | ok | unstable 1/2, 1 of 3 missing |\n"
+        "| TTFT P50 (s) | 2.00 ±1.00 | **0.62 ±0.12** |\n"
+        "| ITL P99 (ms) | 60 ±10 | 60 ±0 |\n"
+        "| Output tokens/s | 95.0 ±5.0 | **125.0 ±5.0** |\n"
+        "| Preemptions | 4.0 ±1.0 | 4.0 ±1.0 |\n"
+        "\n"
+        "Machine: NVIDIA H200.  \n"
+        "Mean over 2 seeds ± half the 95 % bootstrap interval (with two seeds: half the range); best mean marked.  \n"
+        "unstable: requests in the system grew to the end of the arrivals; latencies depend on the run's length.  \n"
+        "Workload: 4 requests.  \n"
+    )
+
+
+def test_latex_table(cells: list[CellResults]) -> None:
+    text = to_latex(build_table("A & B", cells, SHOWN[:1]))
+    assert text.splitlines()[:14] == [
+        "% needs \\usepackage{booktabs}",
+        "\\begin{table}",
+        "  \\centering",
+        "  \\caption{A \\& B}",
+        "  \\begin{tabular}{lrr}",
+        "    \\toprule",
+        "     & fcfs & my\\_policy \\\\",
+        "    \\midrule",
+        "    measured & real, GPU & real, GPU \\\\",
+        "    verdict & ok & unstable 1/2, 1 of 3 missing \\\\",
+        "    \\midrule",
+        "    TTFT P50 (s) & 2.00 $\\pm$1.00 & \\textbf{0.62 $\\pm$0.12} \\\\",
+        "    \\bottomrule",
+        "  \\end{tabular}",
+    ]
+
+
+def test_csv_is_tidy_and_says_what_every_row_ran_on(cells: list[CellResults]) -> None:
+    rows = list(csv.DictReader(io.StringIO(to_csv(cells, cells[0]))))
+    assert {(row["measured"], row["machine"]) for row in rows} == {("real", "NVIDIA H200")}
+    (row,) = [r for r in rows if r["cell"] == "my_policy" and r["metric"] == "output_throughput"]
+    assert (row["scheduler"], row["mean"], row["low"], row["high"], row["seeds"]) == (
+        "my_policy",
+        "125",
+        "120",
+        "130",
+        "2",
+    )
+    assert float(row["change_percent"]) == pytest.approx(100 * 30 / 95, rel=1e-5)
+    assert (float(row["change_low"]), float(row["change_high"])) == pytest.approx(
+        (100 * 20 / 95, 100 * 40 / 95), rel=1e-5
+    )
+
+
+def test_many_cells_go_down_the_table(cells: list[CellResults]) -> None:
+    many = [CellResults(f"cell {i}", {}, cells[0].summaries, 2) for i in range(8)]
+    lines = to_markdown(build_table("many", many, SHOWN)).splitlines()
+    assert lines[2] == "|  | measured | verdict | TTFT P50 (s) | ITL P99 (ms) | Output tokens/s | Preemptions |"
+    assert lines[4].startswith("| cell 0 | real, GPU | ok | 2.00 ±1.00 |")
+
+
+def test_a_cell_without_a_finished_trial_is_a_hole(cells: list[CellResults]) -> None:
+    text = to_markdown(build_table("hole", [cells[0], CellResults("lost", {}, {}, 2)], SHOWN[:1]))
+    assert "| measured | real, GPU | no trial |" in text
+    assert "| verdict | ok | 2 of 2 missing |" in text
+    assert "| TTFT P50 (s) | 2.00 ±1.00 | - |" in text
+
+
+def test_metrics_have_distinct_labels() -> None:
+    assert len({metric.label for metric in METRICS.values()}) == len(METRICS)
+
+
+def test_interval_of_two_seeds_is_their_range_and_of_one_is_unknown() -> None:
+    assert bootstrap_interval([1.0, 3.0]) == (2.0, 1.0, 3.0)
+    one = bootstrap_interval([5.0])
+    assert one.mean == 5.0
+    assert math.isnan(one.low)
+
+
+def test_interval_covers_the_mean_about_as_often_as_it_says() -> None:
+    import numpy as np
+
+    rng = np.random.default_rng(1)
+    hits = 0
+    for _ in range(200):
+        interval = bootstrap_interval(rng.normal(10, 2, 30).tolist())
+        hits += interval.low <= 10 <= interval.high
+    assert 0.88 <= hits / 200 <= 0.99
+
+
+def test_changes_are_paired_by_seed() -> None:
+    change = paired_change({0: 11.0, 1: 101.0, 2: 5.0}, {0: 10.0, 1: 100.0, 9: 1.0})
+    assert change == pytest.approx((100 / 55, 100 / 55, 100 / 55))  # the same +1 under both seeds: no spread
+
+
+def test_the_plot_is_written_for_screen_and_paper(tmp_path: Path) -> None:
+    values = {"ttft": [0.1, 0.4, 2.0], "itl": [0.01] * 20, "e2e": [1.0, 2.0]}
+    files = latency_cdf({"fcfs": values, "other": values}, "title", tmp_path / "latency")
+    assert [file.name for file in files] == ["latency.png", "latency.pdf"]
+    assert files[0].read_bytes().startswith(b"\x89PNG")
+    assert files[1].read_bytes().startswith(b"%PDF")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latency.pdf", "latency.png"]
