@@ -302,19 +302,21 @@ class Engine:
         seen = self._live.pop(name, None) is not None
         for place in (self._running, self._returning, self._new):
             place.pop(name, None)
-        if request.sibling is not None and not seen:
-            self._held_back[request.sibling.id].remove(request)
+        if not seen:  # its sibling's prompt was not computed yet, so no scheduler has heard of it
+            assert request.sibling is not None
+            held_back = self._held_back[request.sibling.id]
+            held_back.remove(request)
+            if not held_back:
+                del self._held_back[request.sibling.id]
         self.records.add_request(RequestRecord.of(request))
         if seen:
             self._tell("on_finish", request)
-        if name in self._held_back:
-            self._let_siblings_in()
 
     def _let_siblings_in(self) -> None:
         """Show continuations to the scheduler once their sibling's prompt is computed, or never will be."""
         for name in list(self._held_back):
             sibling = self._live.get(name)
-            if sibling is not None and (sibling._computed < sibling._num_prompt or not sibling.is_running):
+            if sibling is not None and sibling._computed < sibling._num_prompt:
                 continue
             for request in self._held_back.pop(name):
                 self._live[request.id] = self._returning[request.id] = request

@@ -58,7 +58,7 @@ def check_plan(
         rule = f"it holds {total} tokens, max_num_batched_tokens is {config.max_num_batched_tokens}"
         raise PlanError(rule, step=step)
     seats = cache.num_running + admitted - len(plan.preempt)
-    if admitted and seats > config.max_num_seqs:
+    if seats > config.max_num_seqs:
         raise PlanError(f"{seats} requests would hold blocks, max_num_seqs is {config.max_num_seqs}", step=step)
 
 

@@ -214,7 +214,7 @@ def test_a_continuation_let_in_late_does_not_spoil_what_others_find():
 
 
 def test_what_a_preemption_leaves_is_what_a_policy_sees():
-    """Recompute: nothing computed, no blocks. Swap: all computed, no device blocks; what was freed can be handed out."""
+    """Recompute: nothing computed, no blocks. Swap: all computed, no device blocks; what was freed is free."""
     for mode, computed in (("recompute", 0), ("swap", 6)):
         preempts = SchedulePlan({}, [Preemption("r", mode)])
         engine = make_engine(Script(SchedulePlan({"r": 6}), preempts), num_blocks=4, num_host_blocks=3)
