@@ -12,22 +12,21 @@ import platform
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
-import torch
+import tyro
 from rich.console import Console
 from rich.table import Table
 
-from research_engine.bench.transformers_twin import TimedTokens, TransformersTwin
 from research_engine.engine.sampling_params import SamplingParams
 from research_engine.llm import LoadedModel, build_engine, load
 from research_engine.options import EngineOptions
 
 if TYPE_CHECKING:
+    from research_engine.bench.transformers_twin import TimedTokens
     from research_engine.engine.engine import Engine
 
-Runner = Callable[[Sequence[Sequence[int]], int], TimedTokens]
+Runner = Callable[[Sequence[Sequence[int]], int], "TimedTokens"]
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,30 @@ class CpuBenchResult:
     machine: str
 
 
+def main(options: Annotated[CpuBenchOptions, tyro.conf.arg(name="")], loop: bool = False) -> int:
+    """Decode and prefill on this CPU against transformers' generate, in float32, with the same weights and threads.
+
+    Args:
+        options: what to measure.
+        loop: measure the host time of the loop instead, with a stub executor at 256 running sequences.
+    """
+    console = Console()
+    if loop:
+        from research_engine.bench.loop import LoopBenchOptions
+        from research_engine.bench.loop import report as report_loop
+
+        report_loop(LoopBenchOptions(), console)
+    else:
+        report(run(options), console)
+    return 0
+
+
 def run(options: CpuBenchOptions) -> CpuBenchResult:
     """Load both sides and measure them in turn."""
+    import torch
+
+    from research_engine.bench.transformers_twin import TransformersTwin
+
     threads = options.threads or usable_cores()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -118,6 +139,8 @@ def run(options: CpuBenchOptions) -> CpuBenchResult:
 
 def make_prompts(options: CpuBenchOptions, vocab_size: int) -> tuple[list[list[int]], list[int]]:
     """The ragged batch, from min_context to max_context tokens a prompt, both among them; and the single prompt."""
+    import numpy as np
+
     rng = np.random.default_rng(options.seed)
     lengths = rng.integers(options.min_context, options.max_context, size=options.batch, endpoint=True).tolist()
     lengths[0] = options.max_context
@@ -151,6 +174,8 @@ def project_runner(options: CpuBenchOptions, loaded: LoadedModel) -> Runner:
 
 
 def _generate(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int) -> TimedTokens:
+    from research_engine.bench.transformers_twin import TimedTokens
+
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     start, times = engine.clock.now(), []
     requests = [engine.add_request(str(i), prompt, params)[0] for i, prompt in enumerate(prompts)]

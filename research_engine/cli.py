@@ -1,0 +1,85 @@
+"""The command line, `research-engine COMMAND ...`: finds the command's function, which alone is imported, and runs it.
+
+Exit codes: 0 for success, 2 for a user's mistake, 1 for a failure of ours, 130 for Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """`module:function`, whose typed parameters become the command's arguments and which returns an exit code."""
+
+    target: str
+    summary: str
+
+
+COMMANDS = {
+    "doctor": Command(
+        "research_engine.doctor:main", "what was built, what this machine has, and what to do about the rest"
+    ),
+    "bench cpu": Command(
+        "research_engine.bench.cpu:main", "decode and prefill against transformers; --loop: host time"
+    ),
+}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run a command; `args` are those of the process when None. Returns the exit code."""
+    words = list(sys.argv[1:] if args is None else args)
+    if not words or words[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    if words[0] == "--version":
+        from research_engine import __version__
+
+        print(f"research_engine {__version__}")
+        return 0
+    name = next((name for name in COMMANDS if words[: name.count(" ") + 1] == name.split()), None)
+    if name is None:
+        return _unknown(words)
+    import tyro
+
+    try:
+        function = _import(COMMANDS[name].target)
+        return tyro.cli(function, prog=f"research-engine {name}", args=words[name.count(" ") + 1 :])
+    except ValueError as error:  # the project's word for a wrong value, and the message says which
+        print(f"research-engine {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _import(target: str) -> Callable[..., int]:
+    module, _, function = target.partition(":")
+    found: Callable[..., int] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items()]
+    usage = "usage: research-engine COMMAND [--help] [options]"
+    return "\n".join([usage, "", "commands:", *lines, "", "research-engine COMMAND --help lists a command's options."])
+
+
+def _unknown(words: Sequence[str]) -> int:
+    """Says which commands there are: those of the group when its name alone was given, else all, nearest first."""
+    group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
+    if group and (len(words) == 1 or words[1] in ("-h", "--help")):
+        print("\n".join(f"research-engine {name}: {COMMANDS[name].summary}" for name in group))
+        return 0 if len(words) > 1 else 2
+    given = " ".join(words[:2] if group else words[:1])
+    near = sorted(COMMANDS, key=lambda name: -difflib.SequenceMatcher(None, given, name).ratio())
+    print(f"research-engine: no command {given!r}; there are, nearest first: {', '.join(near)}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
