@@ -74,11 +74,16 @@ def test_the_earliest_of_several_stop_strings_cuts():
     assert "".join(texts) == "a" and request.stop_reason == ";"
 
 
+def test_the_longest_of_the_stop_strings_at_one_place_cuts():
+    texts, request, _ = serve(["one END", "x"], stop=["EN", "END"], include_stop_str_in_output=True)
+    assert "".join(texts) == "one END" and request.stop_reason == "END"
+
+
 def test_a_stop_string_does_not_count_before_min_tokens():
     """S17: it stands in every token, and ends the output at the 200th."""
     texts, request, last = serve(["x."] * 250, stop=".", min_tokens=200)
     assert (request.num_output_tokens, last.finish_reason) == (200, "stop")
-    assert "".join(texts) == "x." * 199 + "x"
+    assert texts == ["x."] * 199 + ["x"], "a stop string that does not count is no reason to hold text back"
 
 
 def test_an_incomplete_character_at_the_end_is_flushed_once():

@@ -51,11 +51,11 @@ def test_a_request_that_the_order_names_twice_is_served_once(rows):
         def order(self, view):
             return [*view.running, *view.running, *view.waiting, *view.waiting]
 
-    engine = make_engine(Twice(), max_num_seqs=2, max_num_batched_tokens=12)
-    for name in "ab":
-        engine.add_request(name, range(6), greedy(2))
-    engine.step()
-    assert rows(engine) == [{"a": 6, "b": 6}]
+    engine = make_engine(Twice(), max_num_batched_tokens=3)
+    for name in "abc":
+        engine.add_request(name, [1], greedy(3))
+    drain(engine)
+    assert rows(engine) == [{"a": 1, "b": 1, "c": 1}] * 3, "naming it twice takes no second share of the budget"
 
 
 def test_a_request_that_the_order_leaves_out_is_skipped(rows):

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from research_engine.engine.contract import SchedulePlan
 from schedulers.priority import Priority
 from tests.engine.shadow import ManualClock, assert_empty, drain, expected, greedy, make_engine
 
@@ -39,6 +40,47 @@ def test_an_equal_priority_never_takes_a_seat():
     drain(engine)
     assert ends(engine) == ["first", "second"]
     assert not any(s.preemptions for s in engine.records.steps)
+
+
+def test_an_equal_priority_takes_no_seat_even_if_it_arrived_earlier():
+    """S7: its rank is better, yet preempting an equal would only trade one wait for another."""
+    engine = make_engine(Priority(), max_num_seqs=1)
+    for name, arrival in (("later", 5.0), ("earlier", 1.0)):
+        engine.add_request(name, range(6), greedy(5), arrival_time=arrival)
+        engine.step()
+    drain(engine)
+    assert ends(engine) == ["later", "earlier"]
+
+
+def test_a_seat_is_taken_from_a_victim_whose_blocks_are_all_shared():
+    """It frees no block, but the seat is what was needed: it is not spared."""
+    engine = make_engine(Priority(), max_num_seqs=2)
+    (shared,) = engine.add_request("shared", range(4), greedy(4), priority=9)
+    engine.step()
+    engine.add_request("holder", [*range(4), 8, 8], greedy(9), priority=5)
+    engine.scheduler.order = lambda view: [r for r in view.waiting if r.id != "shared"]  # type: ignore[method-assign]
+    engine.step()
+    assert shared.is_running and engine.view().blocks_freed_by(shared) == 0
+    del engine.scheduler.order
+    engine.add_request("urgent", range(50, 54), greedy(2), priority=0)
+    engine.step()
+    assert [p.request_id for p in engine.records.steps[-1].preemptions] == ["shared"]
+    assert "urgent" in engine.records.steps[-1].request_ids
+    drain(engine)
+
+
+def test_a_running_request_takes_no_blocks_from_one_more_urgent_that_had_to_pause():
+    """The more urgent one needs more than there is and pauses; the next in rank pauses as well, rather than rob it."""
+    policy = Priority(admission="chunk", watermark=0.0)
+    engine = make_engine(policy, num_blocks=5, enable_prefix_caching=False)
+    for level, (name, length) in enumerate({"top": 10, "high": 16, "low": 4}.items()):
+        engine.add_request(name, range(length), greedy(2), priority=level)
+    batch = engine.commit(SchedulePlan({"top": 10, "high": 4, "low": 4}), engine.view())
+    engine.update(batch, engine.execute(batch))
+    engine.step()
+    assert engine.records.steps[-1].request_ids == ["top"] and not engine.records.steps[-1].preemptions
+    drain(engine)
+    assert_empty(engine)
 
 
 def test_the_order_after_preemption_is_that_of_the_ranks():
