@@ -49,7 +49,7 @@ def test_any_choices_make_a_plan_that_keeps_the_rules():
 def test_a_request_that_the_order_names_twice_is_served_once(rows):
     class Twice(PolicyScheduler):
         def order(self, view):
-            return [*view.running, *view.running, *view.waiting, *view.waiting]
+            return [request for request in (*view.running, *view.waiting) for _ in range(2)]
 
     engine = make_engine(Twice(), max_num_batched_tokens=3)
     for name in "abc":
