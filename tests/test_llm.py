@@ -9,6 +9,7 @@ import pytest
 
 from research_engine import LLM, SamplingParams
 from research_engine.options import OptionError
+from tests.models.tiny_llama import make_reference, saved
 
 ASCII = dict.fromkeys((*range(32), *range(127, 259)), -100.0)  # a bias that leaves printable characters
 PROMPTS = [
@@ -370,3 +371,14 @@ def test_dummy_weights_depend_on_the_seed_alone():
 def test_a_progress_bar_counts_prompts(llm, capsys):
     llm.generate(["a", "b"], SamplingParams(max_tokens=2))
     assert "2/2" in capsys.readouterr().err
+
+
+def test_dummy_load_format_keeps_the_shape_and_replaces_the_weights(tmp_path):
+    directory = str(saved(make_reference(), tmp_path))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    options = {"num_blocks": 16, "skip_tokenizer_init": True}
+    real, dummy, again = (
+        tokens(LLM(directory, load_format=load_format, **options).generate([[5, 6, 7]], params, use_tqdm=False))
+        for load_format in ("auto", "dummy", "dummy")
+    )
+    assert dummy == again != real
