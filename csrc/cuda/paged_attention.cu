@@ -10,7 +10,8 @@
 //            the row, without a value. lse is the natural logarithm of the denominator, sink included.
 // Paths      0 auto: requests of one query token take the decode kernel, the others the prefill kernel; which is which is
 //            found on the device, so both are launched where the batch may hold both, and a captured graph may be replayed
-//            with other lengths up to max_query_len and max_seq_len. 1 simple, 2 decode, 3 prefill: all rows.
+//            with other lengths up to max_query_len and max_seq_len. 1 simple, 2 decode, 3 prefill: all rows. The decode kernel is
+//            the one on tensor cores where it takes the arguments; 4 forces the one without.
 // Built for  any D from 1 to 256 (rows of whole 16-byte vectors are faster), any block size, any G, 16 and 32 bit floats.
 #include <algorithm>
 
@@ -20,7 +21,7 @@ namespace research_engine::cuda {
 namespace {
 
 constexpr const char* kOp = "paged_attention";
-enum Path { kAuto = 0, kSimple = 1, kDecode = 2, kPrefill = 3 };
+enum Path { kAuto = 0, kSimple = 1, kDecode = 2, kPrefill = 3, kDecodeFma = 4 };
 
 // How the decode kernel cuts its rows.
 struct SplitPlan {
@@ -41,7 +42,7 @@ int64_t multiprocessors(int device) {
 // `limit` bounds the number of splits that the op may choose itself; a fixed split_size is not bent.
 SplitPlan plan_splits(const PagedAttention& args, int64_t limit) {
   SplitPlan plan;
-  plan.rows = args.path == kDecode ? args.query.shape[0] : args.seq_lens.shape[0];
+  plan.rows = args.path != kAuto ? args.query.shape[0] : args.seq_lens.shape[0];
   if (args.path == kSimple || args.path == kPrefill || plan.rows == 0 || args.max_seq_len <= 1) return plan;
   const int64_t keys = args.max_seq_len;
   const bool windowed = args.causal && args.sliding_window > 0 && args.sliding_window < keys;
@@ -121,7 +122,11 @@ AttentionParams make_params(const PagedAttention& args) {
 
 }  // namespace
 
-int64_t paged_attention_workspace(const PagedAttention& args) { return plan_splits(args, INT32_MAX).workspace; }
+int64_t paged_attention_workspace(const PagedAttention& args) {
+  if (args.path == kSimple || args.path == kPrefill || args.query.numel() == 0 || args.seq_lens.shape[0] == 0) return 0;
+  const bool tensor_cores = args.path != kDecodeFma && decode_mma_supports(args, make_params(args));
+  return tensor_cores ? decode_mma_workspace(args) : plan_splits(args, INT32_MAX).workspace;
+}
 
 void paged_attention(const PagedAttention& args, Stream stream) {
   if (args.query.numel() == 0 || args.seq_lens.shape[0] == 0) return;
@@ -140,9 +145,15 @@ void paged_attention(const PagedAttention& args, Stream stream) {
     case kSimple: return launch_simple_attention(params, dtype, stream);
     case kPrefill: return launch_prefill_attention(params, dtype, stream);
     case kAuto:
-    case kDecode: break;
+    case kDecode:
+    case kDecodeFma: break;
     default: throw std::runtime_error("paged_attention: path " + std::to_string(args.path) +
-                                      " is none of 0 (auto), 1 (simple), 2 (decode), 3 (prefill)");
+                                      " is none of 0 (auto), 1 (simple), 2 (decode), 3 (prefill), 4 (decode without tensor cores)");
+  }
+  if (args.path != kDecodeFma && decode_mma_supports(args, params)) {
+    launch_decode_mma(args, params, stream);
+    if (args.path == kAuto && args.max_query_len > 1) launch_prefill_attention(params, dtype, stream);
+    return;
   }
   const SplitPlan plan = plan_within_workspace(args);
   params.num_rows = plan.rows;

@@ -48,6 +48,7 @@ struct AttentionParams {
   // The decode kernel alone: a row is cut into at most num_splits ranges of split_size keys.
   int64_t num_rows;
   int split_size, num_splits;
+  int64_t num_counters;  // of the tensor-core decode kernel's workspace
 };
 
 // One row: a query token of a request.
@@ -132,6 +133,17 @@ __device__ inline RowEnd end_row(const AttentionParams& p, float top, float sum,
 void launch_simple_attention(const AttentionParams& params, DType dtype, Stream stream);
 void launch_decode_attention(const AttentionParams& params, DType dtype, Stream stream);
 void launch_prefill_attention(const AttentionParams& params, DType dtype, Stream stream);
+
+// The decode kernel on tensor cores: whether it takes these arguments, float32 elements of workspace, launch.
+bool decode_mma_supports(const PagedAttention& args, const AttentionParams& params);
+int64_t decode_mma_workspace(const PagedAttention& args);
+void launch_decode_mma(const PagedAttention& args, AttentionParams params, Stream stream);
+
+// The prefill kernel on sm_90a's warpgroup tensor cores: whether device and arguments suit it, launch. `counters`, int32 [2] in
+// device memory, zero before and after, lets blocks take the next tile when they are done with one; without (null) tiles are
+// dealt in a fixed pattern. Launches that may run at the same time need counters of their own.
+bool prefill_wgmma_supports(const PagedAttention& args, const AttentionParams& params);
+void launch_prefill_wgmma(const PagedAttention& args, AttentionParams params, Stream stream, int32_t* counters = nullptr);
 
 // A thread block of the decode kernel takes up to 8 query heads of a KV head; the number of such groups in G.
 __host__ __device__ inline int decode_head_groups(int group_size) { return (group_size + 7) / 8; }

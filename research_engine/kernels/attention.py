@@ -70,7 +70,8 @@ def paged_attention(
         split_size: keys that one decode item takes. Given, a row's result is bitwise the same whatever the batch
             around it; None chooses it by the batch, for speed.
         workspace: CUDA only: float32, contiguous, memory for split partials, of `paged_attention_workspace(...)`
-            elements. Smaller, a row is split less (an error with split_size). Made when None.
+            elements, zero before its first use and then left to these calls, one stream's at a time. Smaller, a row is
+            split less (an error with split_size). Made and kept when None.
         max_query_len, max_seq_len: upper bounds over the batch, which a CUDA launch is sized by; None takes T and
             `max_blocks * B`.
         check_values: check the values of tables, starts and lengths of a CUDA call too, which waits for the device.
@@ -257,12 +258,25 @@ def _paged_attention(
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
         )
-        workspace = torch.empty(size, dtype=torch.float32, device=query.device) if size else None
+        workspace = _own_workspace(size, query.device, stream) if size else None
     _C.paged_attention(
         query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, out, lse, alibi_slopes, sinks,
         workspace, scale, causal, sliding_window or 0, softcap or 0.0, max_query_len or query.shape[0],
         max_seq_len or block_tables.shape[1] * key_cache.shape[2], PATHS[path], split_size or 0, stream,
     )  # fmt: skip
+
+
+_workspaces: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+def _own_workspace(size: int, device: torch.device, stream: int) -> torch.Tensor:
+    """Zeros of at least `size` elements, kept for the stream: calls on one stream follow each other and may share it."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(size, dtype=torch.float32, device=device)  # belongs to the graph, zeroed at every replay
+    kept = _workspaces.get((device, stream))
+    if kept is None or kept.numel() < size:
+        kept = _workspaces[device, stream] = torch.zeros(size, dtype=torch.float32, device=device)
+    return kept
 
 
 _paged_attention_op = torch.library.custom_op(

@@ -1,0 +1,85 @@
+// Instructions that CUDA C++ has no names for: asynchronous copies to shared memory and 16-bit matrix products (sm_80 on).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace research_engine::cuda {
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// 16 bytes from global to shared memory, past the L1 cache; zeros instead when not `valid` (nothing is read then).
+__device__ inline void copy_async_16(uint32_t destination, const void* source, bool valid) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
+}
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until no more than kPending of this thread's groups are under way.
+template <int kPending> __device__ inline void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ inline uint4 load_shared_16(uint32_t address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address));
+  return value;
+}
+__device__ inline uint2 load_shared_8(uint32_t address) {
+  uint2 value;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));
+  return value;
+}
+__device__ inline uint32_t load_shared_4(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+
+// c += a b for a [16 x 16], b [16 x 8], c [16 x 8] in float32. With g = lane / 4 and q = lane % 4 a thread holds
+//   a0 = a[g][2q, 2q+1]   a1 = a[g+8][2q, 2q+1]   a2 = a[g][2q+8, 2q+9]   a3 = a[g+8][2q+8, 2q+9]
+//   b0 = b[2q, 2q+1][g]   b1 = b[2q+8, 2q+9][g]
+//   c0, c1 = c[g][2q, 2q+1]   c2, c3 = c[g+8][2q, 2q+1]
+template <typename T> __device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+template <>
+__device__ inline void multiply_add<__nv_bfloat16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <> __device__ inline void multiply_add<__half>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The transpose of an 8 x 8 matrix of 16-bit elements whose row g = lane / 4 has columns 2q, 2q+1 (q = lane % 4) in this thread.
+__device__ inline uint32_t transpose_8x8(uint32_t pair) {
+  uint32_t result;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
+// Two floats as a pair of 16-bit ones, the first in the low half.
+template <typename T> __device__ inline uint32_t pack_pair(float low, float high);
+template <> __device__ inline uint32_t pack_pair<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+template <> __device__ inline uint32_t pack_pair<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace research_engine::cuda

@@ -1,0 +1,174 @@
+// How the decode kernel on tensor cores deals the keys of a batch out to its thread blocks, without the host.
+//
+// The keys of every (row, head group) are cut into units; all units of the batch lie in a line, rows outside, groups inside.
+// Block b of n takes the units [begin_of(b), begin_of(b + 1)): equal runs, but for one unit. A run is a sequence of pieces, each
+// inside one (row, group).
+#pragma once
+
+#include <algorithm>
+
+#include "paged_attention.cuh"
+
+namespace research_engine::cuda::decode {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kTile = 16;             // keys of a warp's step
+constexpr int kStep = kTile * kWarps;  // keys of a block's step
+constexpr int kGroup = 16;            // query heads that share a tile
+constexpr int kBlockCounters = 1024;  // more than there are thread blocks
+
+__device__ Row grid_row(const AttentionParams& p, int index) {
+  if (!p.single_queries) return token_row(p, index);
+  const int seq_len = p.seq_lens[index], first = p.query_start_loc[index];  // asked for together: their latencies overlap
+  if (p.query_start_loc[index + 1] - first != 1) return Row{};
+  Row row;
+  row.request = index;
+  row.token = first;
+  row.position = seq_len - 1;
+  row.end = seq_len;
+  row.begin = min(row.end, first_key(p, row.position));
+  return row;
+}
+
+// Where in the line of units a block, or a warp's loads ahead of it, stands.
+struct Cursor {
+  Row row;
+  int index;             // of the row in the grid
+  int group;             // head group of the row
+  int unit, num_units;   // within the (row, group)
+  int piece;             // units of the current piece
+  int left;              // units of the block from the current piece's first on
+  int key, key_end;      // next step of the piece; keys below row.begin or from key_end on are masked
+};
+
+struct Plan {
+  int num_rows, num_groups, unit_keys;
+  bool fixed;      // every unit is a piece
+  int num_blocks;   // that take part
+  int share, more;  // units of a block; the first `more` blocks have one more
+  int begin, end;   // this block's run
+
+  __device__ int begin_of(int block) const { return block * share + min(block, more); }
+  __device__ int block_of(int unit) const {
+    const int larger = more * (share + 1);
+    return unit < larger ? unit / (share + 1) : more + (unit - larger) / share;
+  }
+};
+
+__device__ int units_of(const Row& row, int unit_keys) {
+  if (row.request < 0) return 0;
+  if (row.begin >= row.end) return 1;  // an empty row still has an output
+  return (row.end - 1) / unit_keys - row.begin / unit_keys + 1;
+}
+
+__device__ void start_piece(Cursor& c, const Plan& plan) {
+  c.piece = plan.fixed ? 1 : min(c.left, c.num_units - c.unit);
+  const int first = c.row.begin / plan.unit_keys + c.unit;
+  c.key = first * plan.unit_keys;
+  c.key_end = min(static_cast<int64_t>(c.row.end), static_cast<int64_t>(first + c.piece) * plan.unit_keys);
+}
+
+// Steps to the next piece; false when the block's run is over.
+__device__ bool next_piece(Cursor& c, const Plan& plan, const AttentionParams& p) {
+  c.left -= c.piece;
+  if (c.left <= 0) return false;
+  c.unit += c.piece;
+  if (c.unit == c.num_units) {
+    c.unit = 0;
+    if (++c.group == plan.num_groups) {
+      c.group = 0;
+      do {
+        c.row = grid_row(p, ++c.index);
+        c.num_units = units_of(c.row, plan.unit_keys);
+      } while (c.num_units == 0);
+    }
+  }
+  start_piece(c, plan);
+  return true;
+}
+
+// The block's share of the line: every thread counts the units of a run of rows, a scan over threads finds the owner of the
+// first unit. Returns false when there is nothing for this block. All threads call it.
+__device__ bool find_share(const AttentionParams& p, Plan& plan, Cursor& c, int* scratch) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int per_thread = (plan.num_rows + kThreads - 1) / kThreads;
+  const int first = min(static_cast<int>(threadIdx.x) * per_thread, plan.num_rows);
+  const int last = min(first + per_thread, plan.num_rows);
+  int mine = 0;
+  for (int index = first; index < last; ++index) mine += units_of(grid_row(p, index), plan.unit_keys);
+  mine *= plan.num_groups;
+  int until = mine;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, until, step);
+    if (lane >= step) until += other;
+  }
+  if (lane == 31) scratch[warp] = until;
+  __syncthreads();
+  int before = until - mine, total = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp) before += scratch[w];
+    total += scratch[w];
+  }
+  plan.num_blocks = min(static_cast<int>(gridDim.x), total);
+  const int block = blockIdx.x;
+  if (block >= plan.num_blocks) return false;
+  plan.share = total / plan.num_blocks;
+  plan.more = total % plan.num_blocks;
+  plan.begin = plan.begin_of(block);
+  plan.end = plan.begin_of(block + 1);
+  if (plan.begin >= before && plan.begin < before + mine) {
+    int at = before;
+    for (int index = first;; ++index) {
+      const int units = units_of(grid_row(p, index), plan.unit_keys) * plan.num_groups;
+      if (plan.begin < at + units) {
+        scratch[kWarps] = index;
+        scratch[kWarps + 1] = plan.begin - at;
+        break;
+      }
+      at += units;
+    }
+  }
+  __syncthreads();
+  c.index = scratch[kWarps];
+  c.row = grid_row(p, c.index);
+  c.num_units = units_of(c.row, plan.unit_keys);
+  c.group = scratch[kWarps + 1] / c.num_units;
+  c.unit = scratch[kWarps + 1] % c.num_units;
+  c.left = plan.end - plan.begin;
+  start_piece(c, plan);
+  return true;
+}
+
+// How many thread blocks, counters and slots a call takes; counts are upper bounds made from max_seq_len.
+struct Sizes {
+  int64_t blocks, counters, slots, unit_keys;
+  int64_t workspace(const PagedAttention& args) const {
+    if (slots == 0) return 0;
+    const int64_t group = args.query.shape[1] / args.key_cache.shape[1];
+    return counters + slots * std::min<int64_t>(group, kGroup) * (args.query.shape[2] + 2);
+  }
+};
+
+inline Sizes sizes_of(const PagedAttention& args, int64_t unit_keys) {
+  const int64_t rows = args.path == 0 ? args.seq_lens.shape[0] : args.query.shape[0];
+  const int64_t group = args.query.shape[1] / args.key_cache.shape[1];
+  const int64_t lines = rows * args.key_cache.shape[1] * ceil_div(group, kGroup);
+  const int64_t keys = std::max<int64_t>(args.max_seq_len, 1);
+  const bool windowed = args.sliding_window > 0 && args.sliding_window < keys;
+  const int64_t most = windowed ? ceil_div(args.sliding_window, unit_keys) + 1 : ceil_div(keys, unit_keys);
+  int multiprocessors = 0;
+  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, args.query.device), "paged_attention");
+  Sizes sizes{};
+  sizes.unit_keys = unit_keys;
+  sizes.blocks = std::min<int64_t>(lines * most, std::min(kBlockCounters, multiprocessors * (args.query.shape[2] <= 128 ? 2 : 1)));
+  if (most > 1) {
+    sizes.counters = kBlockCounters + (args.split_size > 0 ? ceil_div(lines * most, 4) * 4 : 0);  // slots stay aligned
+    sizes.slots = args.split_size > 0 ? lines * most : 2 * sizes.blocks;
+  }
+  return sizes;
+}
+
+}  // namespace research_engine::cuda::decode
