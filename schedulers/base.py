@@ -67,12 +67,18 @@ class PolicyScheduler(Scheduler):
         return budget
 
     def victim(self, candidates: Sequence[Request], needy: Request, view: EngineView) -> Request | None:
-        """Who gives way to `needy`. Default: the last admitted, and only to a request that already runs.
+        """Who gives way to `needy`. Default: the last admitted, and only to a request that was admitted before it.
+
+        So the request that has run longest is never preempted: somebody always gets on, and no two requests can take
+        each other's blocks in turn.
 
         Args:
             candidates: running requests not served in this step, in order of admission; never empty.
         """
-        return candidates[-1] if needy.is_running else None
+        last = candidates[-1]
+        if not needy.is_running or view.running.index(last) < view.running.index(needy):
+            return None
+        return last
 
     # The plan they make.
 

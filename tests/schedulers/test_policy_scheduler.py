@@ -9,6 +9,8 @@ import pytest
 
 from research_engine.engine.errors import PolicyError
 from schedulers.base import PolicyScheduler
+from schedulers.chunked_prefill import ChunkedPrefill
+from schedulers.fcfs import FCFS
 from tests.engine.random_runs import RandomRun
 from tests.engine.shadow import drain, greedy, make_engine
 
@@ -123,3 +125,22 @@ def test_a_choice_that_is_no_choice_is_named(choice, message):
 def test_a_parameter_out_of_range_is_refused(field, value, message):
     with pytest.raises(ValueError, match=message):
         PolicyScheduler(**{field: value})
+
+
+@pytest.mark.parametrize("policy", [FCFS, ChunkedPrefill])
+@pytest.mark.parametrize("admission", ["whole", "chunk"])
+def test_requests_never_take_each_others_blocks_in_turn(policy, admission):
+    """Chunk-wise admission without a watermark overcommits the pool; still the one that has run longest goes on, and all end."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        scheduler = policy(admission=admission, watermark=0.0)
+        engine = make_engine(scheduler, num_blocks=10, max_num_seqs=4, max_num_batched_tokens=16)
+        for i in range(6):
+            engine.add_request(str(i), [rng.randrange(1000) for _ in range(rng.randint(8, 24))], greedy(rng.randint(1, 15)))
+        for _ in range(600):
+            if not engine.has_unfinished:
+                break
+            oldest = next(iter(engine.view().running), None)
+            engine.step()
+            assert oldest is None or oldest.is_running or oldest.is_finished, f"{oldest} was preempted"
+        assert not engine.has_unfinished
