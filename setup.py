@@ -164,7 +164,15 @@ class NinjaBuildExtension(build_ext):
             *cpu_arch_flags(),
         ]
         host = ",".join(["-fPIC", "-fvisibility=hidden"])
-        cuda = ["-std=c++17", "-O3", f"-I{CSRC}", "-lineinfo", "--expt-relaxed-constexpr", "-Xfatbin=-compress-all", f"-Xcompiler={host}"]
+        cuda = [
+            "-std=c++17",
+            "-O3",
+            f"-I{CSRC}",
+            "-lineinfo",
+            "--expt-relaxed-constexpr",
+            "-Xfatbin=-compress-all",
+            f"-Xcompiler={host}",
+        ]
         cuda += gencode_flags(os.environ.get("RESEARCH_ENGINE_CUDA_ARCHS") or DEFAULT_CUDA_ARCHS)
         return cpu, cuda
 

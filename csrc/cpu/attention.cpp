@@ -13,8 +13,10 @@
 //   prefill  one item is (request, KV head, some 96 rows of queries x heads): keys are transposed into a packed tile, so
 //            that both products are register-blocked matrix products; softmax is online.
 // What an item computes depends on its own request alone; splits are of equal size where split_size is given.
-// Roofline: decode reads 2 * seq_len * D elements per (request, KV head): memory, 10 GB/s a core. Prefill takes 4 D
-// operations per (query, head, key): the FMA units. Reached figures: docs/performance.md.
+// Roofline: decode reads 2 * seq_len * D elements per (request, KV head): memory. Prefill takes 4 D operations per (query,
+// head, key): the FMA units.
+// Reached, one core of an EPYC 9004, float32, 9/3 heads of 64, blocks of 16: decode of 16 requests over 221 MB of scattered
+// blocks 10 GB/s (plain reads of such blocks: 13), from cache 29 GB/s; prefill 41 to 50 GFLOP/s (MKL's product there: 61).
 #include <cmath>
 #include <limits>
 #include <vector>
