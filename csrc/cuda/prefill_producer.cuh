@@ -1,0 +1,250 @@
+// The producer's side of the wgmma prefill kernel (paged_attention_prefill_wgmma.cu): tile sizes, the order of work, and how
+// queries, keys and values come into shared memory.
+#pragma once
+
+#include <algorithm>
+
+#include "mma.cuh"
+#include "paged_attention.cuh"
+#include "wgmma.cuh"
+
+namespace research_engine::cuda::prefill {
+
+constexpr int kGroupThreads = 128;  // of a warpgroup
+constexpr int kGroupRows = 64;      // of a consumer's tile
+
+// Sizes for heads of up to kD elements.
+template <int kD> struct WgmmaShape {
+  static constexpr int kConsumers = 2;
+  static constexpr int kRows = kConsumers * kGroupRows;
+  static constexpr int kKeys = kD <= 128 ? 128 : 64;
+  static constexpr int kThreads = (kConsumers + 1) * kGroupThreads;
+  static constexpr int kProducerRegisters = kD <= 192 ? 56 : 40;  // of the 168 that every thread starts with
+  static constexpr int kConsumerRegisters = kD <= 192 ? 224 : 232;
+  static constexpr int kAtoms = kD / 64;
+  static constexpr int kQueryBytes = kRows * kD * 2, kQueryAtom = kRows * kAtomRow;
+  static constexpr int kSlotBytes = kKeys * kD * 2, kKeyAtom = kKeys * kAtomRow;
+  static constexpr int kQuerySlots = kD <= 192 ? 2 : 1;
+  static constexpr int kSlots = std::min(8, (224 * 1024 - kQuerySlots * kQueryBytes) / kSlotBytes);
+  static_assert(kSlots >= 4, "two tiles of keys in use, two on their way");
+};
+
+// A tile of query rows: what the producer's planner tells the other warps.
+struct Tile {
+  int steps;  // tiles of keys; -1: there are no more tiles of rows
+  int request, kv_head;
+  int first_query;           // token of the request's first query
+  int first_row, total_rows;  // of the request
+  int position;              // of the request's first query
+  int seq_len;
+  int start;  // key at which tile 0 starts
+};
+
+template <int kD> struct Control {
+  using Shape = WgmmaShape<kD>;
+  uint64_t full[Shape::kSlots], empty[Shape::kSlots];
+  uint64_t planned[Shape::kQuerySlots], queries_full[Shape::kQuerySlots], queries_empty[Shape::kQuerySlots];
+  Tile tile[Shape::kQuerySlots];
+};
+
+template <int kD> constexpr int shared_bytes() {  // the base is moved to a multiple of 1,024
+  using Shape = WgmmaShape<kD>;
+  return 1024 + Shape::kQuerySlots * Shape::kQueryBytes + Shape::kSlots * Shape::kSlotBytes +
+         static_cast<int>(sizeof(Control<kD>));
+}
+
+struct PrefillParams {
+  CUtensorMap keys, values;
+  AttentionParams attention;
+  Divisor group;
+  int tiles;          // of query rows, all requests, an upper bound
+  int section_heads;  // KV heads whose tiles run side by side
+  int copy_rows;      // keys of one tensor copy: a power of two that divides block size and tile
+  int* counters;      // [2]: tiles dealt, blocks done; zero before and after; may be null
+};
+
+// Place in a ring of kSlots, and the parity of the pass.
+template <int kSlots> struct Place {
+  int slot = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++slot == kSlots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+__device__ __forceinline__ int first_tile(const AttentionParams& a, int request, int tile_rows) {
+  return static_cast<int>(static_cast<int64_t>(a.query_start_loc[request]) * a.group_size / tile_rows) + request;
+}
+
+// The tile of rows that stands at `item` of the order of work; false when it is empty or not this path's. A warp calls it.
+template <int kRows, int kKeys> __device__ bool plan_tile(const PrefillParams& p, int item, int lane, Tile& tile) {
+  const AttentionParams& a = p.attention;
+  const int section = item / (p.tiles * p.section_heads);
+  const int heads = min(p.section_heads, a.num_kv_heads - section * p.section_heads);
+  const int within = item - section * p.tiles * p.section_heads;
+  const int index = p.tiles - 1 - within / heads;
+  int request = 0;  // the last that starts at or before `index`: 32 probes at a time
+  for (int count = a.num_requests; count > 1;) {
+    const int step = (count + 31) / 32;
+    const bool before = lane * step < count && first_tile(a, request + lane * step, kRows) <= index;
+    const int last = 31 - __clz(static_cast<int>(__ballot_sync(0xffffffffu, before) | 1u));
+    request += last * step;
+    count = min(step, count - last * step);
+  }
+  const int length = a.query_start_loc[request + 1] - a.query_start_loc[request];
+  tile.request = request;
+  tile.kv_head = section * p.section_heads + within % heads;
+  tile.first_query = a.query_start_loc[request];
+  tile.total_rows = length * a.group_size;
+  tile.first_row = (index - first_tile(a, request, kRows)) * kRows;
+  if (tile.first_row >= tile.total_rows || (a.single_queries && length == 1)) return false;
+  tile.seq_len = a.seq_lens[request];
+  tile.position = tile.seq_len - length;
+  const int last_row = min(tile.first_row + kRows, tile.total_rows) - 1;
+  const int begin = first_key(a, tile.position + p.group.divide(tile.first_row));
+  const int end = end_key(a, tile.position + p.group.divide(last_row), tile.seq_len);
+  tile.start = begin & ~(p.copy_rows - 1);
+  tile.steps = end > begin ? (end - tile.start + kKeys - 1) / kKeys : 0;
+  return true;
+}
+
+// Producer warp 0: keys and values of one tile after another, in the order in which the consumers use them.
+template <int kD> class CacheCopier {
+  using Shape = WgmmaShape<kD>;
+
+ public:
+  __device__ __forceinline__ CacheCopier(const PrefillParams& p, Control<kD>* control, uint32_t ring, int lane)
+      : p_(p), control_(control), ring_(ring), lane_(lane) {}
+
+  __device__ __forceinline__ void run() {
+    Place<Shape::kQuerySlots> plan;
+    if (lane_ == 0) {
+      prefetch_map(&p_.keys);
+      prefetch_map(&p_.values);
+    }
+    while (true) {
+      mbarrier_wait(shared_address(&control_->planned[plan.slot]), plan.parity);
+      tile_ = control_->tile[plan.slot];
+      __syncwarp();
+      if (lane_ == 0) mbarrier_arrive(shared_address(&control_->queries_empty[plan.slot]));
+      plan.next();
+      if (tile_.steps < 0) return;
+      for (int step = tile_.steps - 1; step >= -1; --step) {
+        if (step >= 0) copy(&p_.keys, step);
+        if (step + 1 < tile_.steps) copy(&p_.values, step + 1);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void copy(const CUtensorMap* map, int step) {
+    const AttentionParams& a = p_.attention;
+    const int32_t* table = a.block_tables + tile_.request * a.table_stride;
+    const int first = tile_.start + step * Shape::kKeys;
+    const int copies = (min(Shape::kKeys, tile_.seq_len - first) + p_.copy_rows - 1) / p_.copy_rows;
+    const uint32_t full = shared_address(&control_->full[place_.slot]);
+    uint32_t target = ring_ + place_.slot * Shape::kSlotBytes;
+    for (int done = 0; done < copies; done += 32) {
+      const int key = first + (done + lane_) * p_.copy_rows;
+      const int column = a.block_size.divide(key);
+      const int row = key - column * static_cast<int>(a.block_size.value);
+      const int block = done + lane_ < copies ? table[column] : 0;
+      if (done == 0) {
+        mbarrier_wait(shared_address(&control_->empty[place_.slot]), place_.parity ^ 1);
+        if (lane_ == 0) mbarrier_arrive_expect(full, copies * p_.copy_rows * Shape::kAtoms * kAtomRow);
+        __syncwarp();
+      }
+      for (int i = 0; i < min(32, copies - done); ++i) {
+        const int from_block = __shfl_sync(0xffffffffu, block, i), from_row = __shfl_sync(0xffffffffu, row, i);
+        if (lane_ == 0) {
+#pragma unroll
+          for (int atom = 0; atom < Shape::kAtoms; ++atom) {
+            tensor_copy(target + atom * Shape::kKeyAtom, map, full, atom * 64, from_row, tile_.kv_head, from_block);
+          }
+        }
+        target += p_.copy_rows * kAtomRow;
+      }
+    }
+    place_.next();
+  }
+
+  const PrefillParams& p_;
+  Control<kD>* control_;
+  uint32_t ring_;
+  int lane_;
+  Tile tile_;
+  Place<Shape::kSlots> place_;
+};
+
+// The block's next item of work: its own number first, then from the counter, or to and fro: 0 1 2 | 5 4 3 | 6 7 8 | ...
+__device__ __forceinline__ int deal(const PrefillParams& p, int round, int lane) {
+  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+  if (round == 0) return block;
+  if (p.counters == nullptr) return round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
+  int dealt = 0;
+  if (lane == 0) dealt = atomicAdd(p.counters, 1);
+  return blocks + __shfl_sync(0xffffffffu, dealt, 0);
+}
+
+// The last block to leave clears the counters for the next launch.
+__device__ __forceinline__ void end_dealing(const PrefillParams& p) {
+  if (p.counters == nullptr) return;
+  __threadfence();
+  if (atomicAdd(p.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) p.counters[0] = p.counters[1] = 0;
+}
+
+// Producer warps 1 to 3: the first plans, all bring queries.
+template <typename T, int kD>
+__device__ __forceinline__ void bring_queries(const PrefillParams& p, Control<kD>* control, uint32_t queries, int warp, int lane) {
+  using Shape = WgmmaShape<kD>;
+  constexpr int kChunks = kD / 8;
+  const AttentionParams& a = p.attention;
+  Place<Shape::kQuerySlots> place;
+  for (int round = 0;;) {
+    const uint32_t planned = shared_address(&control->planned[place.slot]);
+    const uint32_t full = shared_address(&control->queries_full[place.slot]);
+    if (warp == 1) {
+      mbarrier_wait(shared_address(&control->queries_empty[place.slot]), place.parity ^ 1);
+      Tile tile{};
+      int item;
+      do {
+        item = deal(p, round++, lane);
+      } while (item < p.tiles * a.num_kv_heads && !plan_tile<Shape::kRows, Shape::kKeys>(p, item, lane, tile));
+      if (item >= p.tiles * a.num_kv_heads) tile.steps = -1;
+      if (lane == 0) {
+        control->tile[place.slot] = tile;
+        mbarrier_arrive(planned);
+      }
+    }
+    mbarrier_wait(planned, place.parity);
+    const Tile tile = control->tile[place.slot];
+    if (tile.steps >= 0) {
+      const T* source = static_cast<const T*>(a.query) + tile.first_query * a.query_token_stride +
+                        tile.kv_head * a.group_size * a.query_head_stride;
+      const uint32_t target = queries + place.slot * Shape::kQueryBytes;
+#pragma unroll 4
+      for (int i = (warp - 1) * 32 + lane; i < Shape::kRows * kChunks; i += 3 * 32) {
+        const int row = i / kChunks, chunk = i % kChunks;
+        const int index = tile.first_row + row;
+        const bool valid = index < tile.total_rows && chunk * 8 < a.head_size;
+        const int token = p.group.divide(index), head = index - token * a.group_size;
+        const T* from = source + token * a.query_token_stride + head * a.query_head_stride + chunk * 8;
+        copy_async_16(target + chunk / 8 * Shape::kQueryAtom + row * kAtomRow + ((chunk ^ row) & 7) * 16, valid ? from : source,
+                      valid);
+      }
+      commit_copies();
+      wait_copies<0>();
+      async_proxy_fence();
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(full);
+    if (tile.steps < 0) break;
+    place.next();
+  }
+  if (warp == 1 && lane == 0) end_dealing(p);
+}
+
+}  // namespace research_engine::cuda::prefill
