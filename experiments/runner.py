@@ -17,6 +17,7 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from experiments.analysis.tables import VERDICTS
 from experiments.backend import Backend, RealBackend, model_identity
 from experiments.config import Cell, Experiment, TrialSettings
 from experiments.environment import environment, usable_cores
@@ -170,7 +171,7 @@ def _tell_warnings(workload: Workload, told: set[str], console: Console) -> None
 
 def _one_line(summary: dict[str, Any]) -> str:
     numbers = summary["metrics"]
-    marks = "".join(f", {mark}" for mark in ("void", "unstable") if summary[mark])
+    marks = "".join(f", {mark}" for mark in VERDICTS if summary[mark])
     return (
         f"{summary['cell']}, seed {summary['seed']}: {numbers['num_completed']} of {numbers['num_requests']} requests "
         f"in {numbers['duration']:.1f} s, {numbers['output_throughput']:.0f} output tokens/s{marks}"
@@ -182,7 +183,9 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[int, str], Non
     """Yields advance(requests_finished, what_is_going_on)."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("requests"),
                TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(
+        *columns, console=console, transient=True, refresh_per_second=2
+    ) as bar:  # seldom: it disturbs timings
         task = bar.add_task("starting", total=total)
         yield lambda finished, text: bar.update(task, advance=finished, description=text)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from experiments.backend import Backend
 from experiments.config import ConfigError, TrialSettings
+from experiments.environment import CoreWatch
 from experiments.plan import Trial
 from experiments.storage import new_directory, write_json, write_with
 from experiments.workloads import Workload, build_workload
@@ -19,6 +20,7 @@ from research_engine.engine.driver import Arrival, ReplayReport, replay
 from research_engine.engine.records import Records
 from research_engine.metrics.frames import parquet_schema
 
+DISTURBED_ABOVE = 0.1  # of the usable cores, taken by other processes
 Progress = Callable[[int], None]
 
 
@@ -38,13 +40,16 @@ def run_trial(
     """
     settings = trial.settings
     engine = backend.engine(settings, trial.seed)
+    watch = CoreWatch() if backend.kind == "real" else None
     try:
         report = replay(
             engine,
             workload.arrivals,
             on_outputs=lambda outputs: on_finished(sum(output.finish_reason is not None for output in outputs)),
         )
+        others = watch.others() if watch is not None else None
         summary = _summary(trial, workload, backend, engine.config, engine.records, report)
+        summary |= {"other_load": others, "disturbed": others is not None and others > DISTURBED_ABOVE}
         with new_directory(directory) as fresh:
             _write(fresh, trial, engine.records, summary)
     finally:

@@ -12,6 +12,11 @@ from typing import Any, Literal
 from experiments.analysis.statistics import Interval, bootstrap_interval, paired_change
 
 Summary = Mapping[str, Any]
+VERDICTS = {
+    "void": "achieved arrival rate more than 1 % off the offered one",
+    "unstable": "requests in the system grew to the end of the arrivals, so latencies depend on the run's length",
+    "disturbed": "other processes took more than 10 % of the cores",
+}
 MOST_COLUMNS = 5  # with more cells than that, cells go down and metrics across
 
 
@@ -128,7 +133,7 @@ class CellResults:
     def verdict(self) -> str:
         """What speaks against its numbers, or "ok"."""
         marks = []
-        for name in ("void", "unstable"):
+        for name in VERDICTS:
             count = sum(bool(summary[name]) for summary in self.summaries.values())
             if count:
                 marks.append(f"{name} {count}/{len(self.summaries)}")
@@ -185,13 +190,8 @@ def _standard_notes(cells: Sequence[CellResults], seeds: int) -> list[str]:
         notes.append(f"Mean over {seeds} seeds ± half the 95 % bootstrap interval{range_}; best mean marked.")
     elif seeds == 1:
         notes.append("One seed: no spread; best value marked.")
-    if any("void" in cell.verdict for cell in cells):
-        notes.append("void: achieved arrival rate more than 1 % off the offered one.")
-    if any("unstable" in cell.verdict for cell in cells):
-        notes.append(
-            "unstable: requests in the system grew to the end of the arrivals; latencies depend on the run's length."
-        )
-    return notes
+    marked = " ".join(cell.verdict for cell in cells)
+    return notes + [f"{name}: {meaning}." for name, meaning in VERDICTS.items() if name in marked]
 
 
 def _text(interval: Interval, digits: int) -> str:

@@ -72,7 +72,7 @@ class FilteredLengths(Settings):
 
 
 class ShareGPTLengths(FilteredLengths):
-    """First human turn as the prompt, the first answer's length as the output's.
+    """First turn as the prompt, the length of the second as the output's.
 
     Args:
         path: a ShareGPT JSON file; None takes the PyPI package, and the log-normal fit where that cannot be had.
@@ -85,7 +85,7 @@ class ShareGPTLengths(FilteredLengths):
 
 
 class LogNormalLengths(FilteredLengths):
-    """Log-normal lengths, by default fitted to ShareGPT's first turns.
+    """Log-normal lengths, by default fitted to ShareGPT.
 
     With the usual bounds the fit gives prompts of mean / median / P99 215 / 113 / 966 tokens and outputs of 204 / 148 /
     959, where ShareGPT has 236 / 108 / 954 and 217 / 140 / 945.

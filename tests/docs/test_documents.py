@@ -24,6 +24,7 @@ def test_blocks_marked_to_run_run(document: Path, tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(ROOT / name)
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     environment["PYTHONPATH"] = str(ROOT)
+    environment["OMP_NUM_THREADS"] = "1"  # the models are tiny; threads would only wait for one another
     for kind, argument, language, text in BLOCK.findall(document.read_text(encoding="utf-8")):
         if kind == "file":
             (tmp_path / argument).write_text(text, encoding="utf-8")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pandas as pd
@@ -11,7 +14,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from experiments import storage
+from experiments import environment, storage
 from experiments.analysis.report import write_report
 from experiments.config import ConfigError, load_experiment
 from experiments.run import main
@@ -200,3 +203,18 @@ def test_three_schedulers_on_a_real_model_of_random_weights(tmp_path: Path, caps
         assert summary["metrics"]["num_completed"] == 8
         assert summary["metrics"]["output_tokens"] == summary["workload"]["output_tokens"]
     assert yaml.safe_load((out / "config.yaml").read_text())["base"]["model"] == "dummy:tiny"
+
+
+def test_the_load_of_other_processes_is_seen() -> None:
+    if environment.CoreWatch().others() is None:
+        pytest.skip("this system does not tell how busy its cores are")
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        watch = environment.CoreWatch()
+        time.sleep(1.0)
+        share = watch.others()
+    finally:
+        other.kill()
+        other.wait()
+    assert share is not None
+    assert 0.3 / environment.usable_cores() < share <= 1.0

@@ -18,8 +18,8 @@ SHOWN = ("ttft_p50", "itl_p99", "output_throughput", "preemptions")
 
 def summary(ttft: float, itl: float, throughput: float, preemptions: int, **marks: bool) -> dict[str, object]:
     return {
-        "kind": "real", "machine": "NVIDIA H200", "void": False, "unstable": False, "offered_rate": 2.0,
-        "achieved_rate": 2.0,
+        "kind": "real", "machine": "NVIDIA H200", "void": False, "unstable": False, "disturbed": False,
+        "offered_rate": 2.0, "achieved_rate": 2.0,
         "metrics": {"ttft": {"p50": ttft}, "itl": {"p99": itl}, "output_throughput": throughput, "by_priority": {},
                     "preemption": {"events": preemptions}},
     } | marks  # fmt: skip
@@ -50,7 +50,7 @@ def test_markdown_table(cells: list[CellResults]) -> None:
         "\n"
         "Machine: NVIDIA H200.  \n"
         "Mean over 2 seeds ± half the 95 % bootstrap interval (with two seeds: half the range); best mean marked.  \n"
-        "unstable: requests in the system grew to the end of the arrivals; latencies depend on the run's length.  \n"
+        "unstable: requests in the system grew to the end of the arrivals, so latencies depend on the run's length.  \n"
         "Workload: 4 requests.  \n"
     )
 

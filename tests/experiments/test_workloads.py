@@ -87,7 +87,7 @@ def test_what_is_no_array_is_told(tmp_path: Path) -> None:
     assert "is not a JSON array" in file.warning
 
 
-def test_records_of_another_shape_and_without_an_answer_are_passed_over(tmp_path: Path) -> None:
+def test_records_of_another_shape_or_of_one_turn_are_passed_over(tmp_path: Path) -> None:
     odd = [
         1,
         None,
