@@ -2,17 +2,21 @@
 #include "common/value_checks.h"
 
 #include <algorithm>
-#include <sstream>
+#include <string>
 #include <unordered_set>
 
 namespace research_engine {
 namespace {
 
+std::string text(const char* part) { return part; }
+std::string text(int64_t part) { return std::to_string(part); }
+
+// No string streams: those of another C++ runtime in the process may take their place, and crash.
 template <typename... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
-  std::ostringstream message;
-  (message << ... << parts);
-  throw std::invalid_argument(message.str());
+  std::string message;
+  ((message += text(parts)), ...);
+  throw std::invalid_argument(message);
 }
 
 int64_t at32(const TensorView& x, int64_t i) { return x.ptr<int32_t>()[i * x.strides[0]]; }

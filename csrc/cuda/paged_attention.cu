@@ -11,7 +11,7 @@
 // Paths      0 auto: requests of one query token take the decode kernel, the others the prefill kernel; which is which is
 //            found on the device, so both are launched where the batch may hold both, and a captured graph may be replayed
 //            with other lengths up to max_query_len and max_seq_len. 1 simple, 2 decode, 3 prefill: all rows. The decode kernel is
-//            the one on tensor cores where it takes the arguments; 4 forces the one without.
+//            the one on tensor cores where it takes the arguments, and so is the prefill kernel; 4 and 5 force those without.
 // Built for  any D from 1 to 256 (rows of whole 16-byte vectors are faster), any block size, any G, 16 and 32 bit floats.
 #include <algorithm>
 
@@ -21,7 +21,7 @@ namespace research_engine::cuda {
 namespace {
 
 constexpr const char* kOp = "paged_attention";
-enum Path { kAuto = 0, kSimple = 1, kDecode = 2, kPrefill = 3, kDecodeFma = 4 };
+enum Path { kAuto = 0, kSimple = 1, kDecode = 2, kPrefill = 3, kDecodeFma = 4, kPrefillFma = 5 };
 
 // How the decode kernel cuts its rows.
 struct SplitPlan {
@@ -67,11 +67,12 @@ SplitPlan plan_splits(const PagedAttention& args, int64_t limit) {
 
 SplitPlan plan_within_workspace(const PagedAttention& args) {
   const SplitPlan plan = plan_splits(args, INT32_MAX);
-  const int64_t available = args.workspace ? args.workspace.numel() : 0;
+  const int64_t available = args.workspace ? std::max<int64_t>(args.workspace.numel() - kCounters, 0) : 0;
   if (plan.workspace <= available) return plan;
   if (args.split_size > 0) {
-    throw std::runtime_error("paged_attention: split_size " + std::to_string(args.split_size) + " needs a workspace of " +
-                             std::to_string(plan.workspace) + " float32, got " + std::to_string(available));
+    throw std::invalid_argument("paged_attention: split_size " + std::to_string(args.split_size) + " needs a workspace of " +
+                                std::to_string(plan.workspace + kCounters) + " float32, got " +
+                                std::to_string(available + kCounters));
   }
   return plan_splits(args, available / (plan.workspace / plan.count));
 }
@@ -88,7 +89,7 @@ AttentionParams make_params(const PagedAttention& args) {
   p.lse = args.lse.ptr<float>();
   p.alibi_slopes = args.alibi_slopes.ptr<const float>();
   p.sinks = args.sinks.ptr<const float>();
-  p.workspace = args.workspace.ptr<float>();
+  p.workspace = args.workspace.ptr<float>();  // begins with kCounters int32
   p.query_token_stride = args.query.strides[0];
   p.query_head_stride = args.query.strides[1];
   p.out_token_stride = args.out.strides[0];
@@ -120,47 +121,63 @@ AttentionParams make_params(const PagedAttention& args) {
   return p;
 }
 
+bool takes_prefill(const PagedAttention& args) {
+  return args.path == kPrefill || (args.path == kAuto && args.max_query_len > 1);
+}
+
+void launch_prefill(const PagedAttention& args, const AttentionParams& params, Stream stream) {
+  if (!prefill_wgmma_supports(args, params)) return launch_prefill_attention(params, args.query.dtype, stream);
+  const bool counters = args.workspace && args.workspace.numel() >= kCounters;
+  launch_prefill_wgmma(args, params, stream, counters ? args.workspace.ptr<int32_t>() + kPrefillCounters : nullptr);
+}
+
 }  // namespace
 
 int64_t paged_attention_workspace(const PagedAttention& args) {
-  if (args.path == kSimple || args.path == kPrefill || args.query.numel() == 0 || args.seq_lens.shape[0] == 0) return 0;
-  const bool tensor_cores = args.path != kDecodeFma && decode_mma_supports(args, make_params(args));
-  return tensor_cores ? decode_mma_workspace(args) : plan_splits(args, INT32_MAX).workspace;
+  if (args.path == kSimple || args.query.numel() == 0 || args.seq_lens.shape[0] == 0) return 0;
+  const AttentionParams params = make_params(args);
+  const int64_t prefill = takes_prefill(args) && prefill_wgmma_supports(args, params) ? kCounters : 0;
+  if (args.path == kPrefill || args.path == kPrefillFma) return args.path == kPrefill ? prefill : 0;
+  if (args.path != kDecodeFma && decode_mma_supports(args, params)) return std::max(prefill, decode_mma_workspace(args));
+  const int64_t partials = plan_splits(args, INT32_MAX).workspace;
+  return partials > 0 ? kCounters + partials : prefill;
 }
 
 void paged_attention(const PagedAttention& args, Stream stream) {
   if (args.query.numel() == 0 || args.seq_lens.shape[0] == 0) return;
   const int64_t head_size = args.query.shape[2];
   if (head_size > kMaxHeadSize) {
-    throw std::runtime_error("paged_attention: head size " + std::to_string(head_size) +
+    throw std::invalid_argument("paged_attention: head size " + std::to_string(head_size) +
                              " is not built for CUDA; 1 to " + std::to_string(kMaxHeadSize) + " are");
   }
   if (args.key_cache.dtype != args.query.dtype || args.value_cache.dtype != args.query.dtype) {
-    throw std::runtime_error("paged_attention: query, key_cache and value_cache must have one dtype on CUDA");
+    throw std::invalid_argument("paged_attention: query, key_cache and value_cache must have one dtype on CUDA");
   }
   const DeviceGuard guard(args.query.device, kOp);
   AttentionParams params = make_params(args);
   const DType dtype = args.query.dtype;
   switch (args.path) {
     case kSimple: return launch_simple_attention(params, dtype, stream);
-    case kPrefill: return launch_prefill_attention(params, dtype, stream);
+    case kPrefillFma: return launch_prefill_attention(params, dtype, stream);
+    case kPrefill: return launch_prefill(args, params, stream);
     case kAuto:
     case kDecode:
     case kDecodeFma: break;
-    default: throw std::runtime_error("paged_attention: path " + std::to_string(args.path) +
-                                      " is none of 0 (auto), 1 (simple), 2 (decode), 3 (prefill), 4 (decode without tensor cores)");
+    default: throw std::invalid_argument("paged_attention: path " + std::to_string(args.path) +
+                                         " is none of 0 (auto), 1 (simple), 2 (decode), 3 (prefill), 4 and 5 (those without tensor cores)");
   }
   if (args.path != kDecodeFma && decode_mma_supports(args, params)) {
     launch_decode_mma(args, params, stream);
-    if (args.path == kAuto && args.max_query_len > 1) launch_prefill_attention(params, dtype, stream);
-    return;
+  } else {
+    const SplitPlan plan = plan_within_workspace(args);
+    AttentionParams split = params;
+    split.num_rows = plan.rows;
+    split.split_size = static_cast<int>(plan.size);
+    split.num_splits = static_cast<int>(plan.count);
+    if (split.workspace != nullptr) split.workspace += kCounters;
+    launch_decode_attention(split, dtype, stream);
   }
-  const SplitPlan plan = plan_within_workspace(args);
-  params.num_rows = plan.rows;
-  params.split_size = static_cast<int>(plan.size);
-  params.num_splits = static_cast<int>(plan.count);
-  launch_decode_attention(params, dtype, stream);
-  if (args.path == kAuto && args.max_query_len > 1) launch_prefill_attention(params, dtype, stream);
+  if (takes_prefill(args)) launch_prefill(args, params, stream);
 }
 
 }  // namespace research_engine::cuda

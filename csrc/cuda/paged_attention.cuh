@@ -9,6 +9,10 @@
 namespace research_engine::cuda {
 
 constexpr int kMaxHeadSize = 256;
+
+// Every workspace begins with this many int32 counters, zero between launches: [0, kPrefillCounters) of the decode kernel's
+// blocks, then two of the prefill kernel.
+constexpr int kCounters = 1024, kPrefillCounters = kCounters - 4;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 

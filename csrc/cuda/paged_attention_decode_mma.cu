@@ -42,7 +42,6 @@ constexpr const char* kOp = "paged_attention (path decode, tensor cores)";
 using decode::Cursor;
 using decode::kThreads;
 using decode::kWarps;
-using decode::kBlockCounters;
 using decode::kGroup;
 using decode::kStep;
 using decode::kTile;
@@ -418,7 +417,7 @@ template <typename T, int kD, int kRows> class DecodeBlock {
 
     const int64_t slot_size = static_cast<int64_t>(min(p_.group_size, kGroup)) * (kD + 2);
     float* slots = p_.workspace + p_.num_counters;
-    if (plan.fixed) counter += kBlockCounters;
+    if (plan.fixed) counter += kCounters;
     float* mine = slots + slot * slot_size;
     for (int item = threadIdx.x; item < heads * (kD / 2); item += kThreads) {
       const int h = item / (kD / 2), at = item % (kD / 2) * 2;
@@ -586,7 +585,7 @@ void launch_decode_mma(const PagedAttention& args, AttentionParams params, Strea
   const bool cut_by_load = sizes.unit_keys == kStep && args.split_size == 0;
   params.split_size = cut_by_load ? 0 : static_cast<int>(std::min<int64_t>(sizes.unit_keys, INT32_MAX / 2));
   if (args.split_size > 0 && sizes.slots > 0) {  // one counter a row and group: too many to keep from call to call
-    check(cudaMemsetAsync(params.workspace + kBlockCounters, 0, (sizes.counters - kBlockCounters) * 4, static_cast<cudaStream_t>(stream)),
+    check(cudaMemsetAsync(params.workspace + kCounters, 0, (sizes.counters - kCounters) * 4, static_cast<cudaStream_t>(stream)),
           kOp);
   }
   if (args.query.dtype == DType::bf16) {

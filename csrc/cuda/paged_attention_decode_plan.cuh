@@ -16,7 +16,6 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kTile = 16;             // keys of a warp's step
 constexpr int kStep = kTile * kWarps;  // keys of a block's step
 constexpr int kGroup = 16;            // query heads that share a tile
-constexpr int kBlockCounters = 1024;  // more than there are thread blocks
 
 __device__ Row grid_row(const AttentionParams& p, int index) {
   if (!p.single_queries) return token_row(p, index);
@@ -157,15 +156,15 @@ inline Sizes sizes_of(const PagedAttention& args, int64_t unit_keys) {
   const int64_t group = args.query.shape[1] / args.key_cache.shape[1];
   const int64_t lines = rows * args.key_cache.shape[1] * ceil_div(group, kGroup);
   const int64_t keys = std::max<int64_t>(args.max_seq_len, 1);
-  const bool windowed = args.sliding_window > 0 && args.sliding_window < keys;
+  const bool windowed = args.causal && args.sliding_window > 0 && args.sliding_window < keys;
   const int64_t most = windowed ? ceil_div(args.sliding_window, unit_keys) + 1 : ceil_div(keys, unit_keys);
   int multiprocessors = 0;
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, args.query.device), "paged_attention");
   Sizes sizes{};
   sizes.unit_keys = unit_keys;
-  sizes.blocks = std::min<int64_t>(lines * most, std::min(kBlockCounters, multiprocessors * (args.query.shape[2] <= 128 ? 2 : 1)));
+  sizes.blocks = std::min<int64_t>(lines * most, std::min<int64_t>(kPrefillCounters, multiprocessors * (args.query.shape[2] <= 128 ? 2 : 1)));
   if (most > 1) {
-    sizes.counters = kBlockCounters + (args.split_size > 0 ? ceil_div(lines * most, 4) * 4 : 0);  // slots stay aligned
+    sizes.counters = kCounters + (args.split_size > 0 ? ceil_div(lines * most, 4) * 4 : 0);  // slots stay aligned
     sizes.slots = args.split_size > 0 ? lines * most : 2 * sizes.blocks;
   }
   return sizes;

@@ -125,9 +125,10 @@ template <typename T, int kD, bool kScored> class Consumer {
   }
 
   __device__ __forceinline__ void release(uint32_t barrier) {
+    __syncwarp();  // one lane speaks for the warp: what the others read must have been read
     if (lane_ == 0) mbarrier_arrive(barrier);
   }
-  __device__ __forceinline__ void release_queries() { release(shared_address(&control_->queries_empty[plan_.slot])); }
+  __device__ __forceinline__ void release_queries() { mbarrier_arrive(shared_address(&control_->queries_empty[plan_.slot])); }
   __device__ __forceinline__ void wait_full(const Place<Shape::kSlots>& place) {
     mbarrier_wait(shared_address(&control_->full[place.slot]), place.parity);
   }
@@ -367,7 +368,7 @@ template <typename T, int kD, bool kScored> __device__ __forceinline__ void run_
     for (int i = 0; i < Shape::kQuerySlots; ++i) {
       mbarrier_init(shared_address(&control->planned[i]), 1);
       mbarrier_init(shared_address(&control->queries_full[i]), 3);
-      mbarrier_init(shared_address(&control->queries_empty[i]), 4 * Shape::kConsumers + 1);
+      mbarrier_init(shared_address(&control->queries_empty[i]), 128 * Shape::kConsumers + 32);
     }
     mbarrier_init_fence();
   }

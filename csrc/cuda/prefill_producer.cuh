@@ -114,6 +114,7 @@ template <int kRows, int kKeys> __device__ bool plan_tile(const PrefillParams& p
 // Producer warp 0: keys and values of one tile after another, in the order in which the consumers use them.
 template <int kD> class CacheCopier {
   using Shape = WgmmaShape<kD>;
+  static constexpr int kBatch = 8;
 
  public:
   __device__ __forceinline__ CacheCopier(const PrefillParams& p, Control<kD>* control, uint32_t ring, int lane)
@@ -129,7 +130,7 @@ template <int kD> class CacheCopier {
       mbarrier_wait(shared_address(&control_->planned[plan.slot]), plan.parity);
       tile_ = control_->tile[plan.slot];
       __syncwarp();
-      if (lane_ == 0) mbarrier_arrive(shared_address(&control_->queries_empty[plan.slot]));
+      mbarrier_arrive(shared_address(&control_->queries_empty[plan.slot]));
       plan.next();
       if (tile_.steps < 0) return;
       for (int step = tile_.steps - 1; step >= -1; --step) {
@@ -157,15 +158,26 @@ template <int kD> class CacheCopier {
         if (lane_ == 0) mbarrier_arrive_expect(full, copies * p_.copy_rows * Shape::kAtoms * kAtomRow);
         __syncwarp();
       }
-      for (int i = 0; i < min(32, copies - done); ++i) {
-        const int from_block = __shfl_sync(0xffffffffu, block, i), from_row = __shfl_sync(0xffffffffu, row, i);
+      const int here = min(32, copies - done);
+      for (int i = 0; i < here; i += kBatch) {  // ids first, then copies back to back: the issuing lane waits once a batch
+        int from_block[kBatch], from_row[kBatch];
+#pragma unroll
+        for (int u = 0; u < kBatch; ++u) {
+          from_block[u] = __shfl_sync(0xffffffffu, block, i + u);
+          from_row[u] = __shfl_sync(0xffffffffu, row, i + u);
+        }
         if (lane_ == 0) {
 #pragma unroll
-          for (int atom = 0; atom < Shape::kAtoms; ++atom) {
-            tensor_copy(target + atom * Shape::kKeyAtom, map, full, atom * 64, from_row, tile_.kv_head, from_block);
+          for (int u = 0; u < kBatch; ++u) {
+            if (i + u >= here) break;
+#pragma unroll
+            for (int atom = 0; atom < Shape::kAtoms; ++atom) {
+              tensor_copy(target + u * p_.copy_rows * kAtomRow + atom * Shape::kKeyAtom, map, full, atom * 64, from_row[u],
+                          tile_.kv_head, from_block[u]);
+            }
           }
         }
-        target += p_.copy_rows * kAtomRow;
+        target += kBatch * p_.copy_rows * kAtomRow;
       }
     }
     place_.next();

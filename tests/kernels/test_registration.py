@@ -54,6 +54,8 @@ NAMES = [*ROWWISE, "reshape_and_cache", "copy_blocks", "swap_blocks", "paged_att
 
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(device: str, name: str) -> None:
+    if (name, device) == ("swap_blocks", "cuda"):
+        pytest.skip("opcheck clones the host's cache into memory that is not pinned, which the op refuses")
     torch.library.opcheck(getattr(ops, name).default, arguments(name, device))
 
 

@@ -39,6 +39,7 @@ class Whim(PolicyScheduler):
 def test_any_choices_make_a_plan_that_keeps_the_rules():
     """Random choices in random runs: no PlanError, and outputs as alone."""
     for seed in range(300):
+
         def policy(rng, seed=seed):
             return Whim(
                 seed=seed, overtaking=rng.random() < 0.7, watermark=rng.choice([0.0, 0.2]),
@@ -136,7 +137,9 @@ def test_requests_never_take_each_others_blocks_in_turn(policy, admission):
         scheduler = policy(admission=admission, watermark=0.0)
         engine = make_engine(scheduler, num_blocks=10, max_num_seqs=4, max_num_batched_tokens=16)
         for i in range(6):
-            engine.add_request(str(i), [rng.randrange(1000) for _ in range(rng.randint(8, 24))], greedy(rng.randint(1, 15)))
+            engine.add_request(
+                str(i), [rng.randrange(1000) for _ in range(rng.randint(8, 24))], greedy(rng.randint(1, 15))
+            )
         for _ in range(600):
             if not engine.has_unfinished:
                 break
