@@ -238,7 +238,7 @@ class Request:
 
     @property
     def finish_reason(self) -> str | None:
-        """"stop", "length" or "abort" once finished."""
+        """Why it ended, once it has: "stop", "length", "abort" or "error"."""
         return self._finish_reason
 
     def __repr__(self) -> str:

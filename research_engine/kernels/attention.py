@@ -270,7 +270,7 @@ _workspaces: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def _own_workspace(size: int, device: torch.device, stream: int) -> torch.Tensor:
-    """Zeros of at least `size` elements, kept for the stream: calls on one stream follow each other and may share it."""
+    """Zeros of at least `size` elements, kept for the stream: its calls follow each other and may share them."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(size, dtype=torch.float32, device=device)  # belongs to the graph, zeroed at every replay
     kept = _workspaces.get((device, stream))

@@ -131,7 +131,7 @@ def test_a_parameter_out_of_range_is_refused(field, value, message):
 @pytest.mark.parametrize("policy", [FCFS, ChunkedPrefill])
 @pytest.mark.parametrize("admission", ["whole", "chunk"])
 def test_requests_never_take_each_others_blocks_in_turn(policy, admission):
-    """Chunk-wise admission without a watermark overcommits the pool; still the one that has run longest goes on, and all end."""
+    """Chunk-wise admission without a watermark overcommits the pool; still whoever has run longest goes on."""
     for seed in range(30):
         rng = random.Random(seed)
         scheduler = policy(admission=admission, watermark=0.0)
