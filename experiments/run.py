@@ -49,15 +49,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.list:
             return _list(console)
         return _run(options, console, list(sys.argv[1:] if arguments is None else arguments))
+    except KeyboardInterrupt:
+        print("\nstopped before any trial ran", file=sys.stderr)
+        return 130
     except ConfigError as error:
         return _refuse(error)
     except ValueError as error:  # LoadError, OptionError, WorkloadError; anything else is a fault of ours
         from experiments.workloads.lengths import WorkloadError
+        from research_engine.loading.errors import LoadError
         from research_engine.options import OptionError
 
-        if not isinstance(error, (OptionError, WorkloadError)) and type(error).__name__ != "LoadError":
+        if not isinstance(error, (LoadError, OptionError, WorkloadError)):
             raise
-        return _refuse(error)
+        _refuse(error)
+        if isinstance(error, LoadError):
+            print("hint: model=dummy:tiny runs without a download", file=sys.stderr)
+        return 2
 
 
 def _refuse(error: Exception) -> int:

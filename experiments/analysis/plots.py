@@ -86,5 +86,6 @@ def _scale(axis: Any, values: Sequence[float]) -> None:
     positive = [value for value in values if value > 0]
     if positive and np.percentile(positive, 99.5) > 20 * np.percentile(positive, 2):
         axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:g}")
     else:
         axis.set_xlim(left=0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -218,3 +220,25 @@ def test_the_load_of_other_processes_is_seen() -> None:
         other.wait()
     assert share is not None
     assert 0.3 / environment.usable_cores() < share <= 1.0
+
+
+def test_ctrl_c_keeps_finished_trials_and_says_how_to_go_on(tmp_path: Path) -> None:
+    words = ["model=dummy:tiny", "seeds=[0]", "workload.num_requests=6", "workload.arrivals.rate=3", "outputs.plots=[]"]
+    words += ["workload.lengths={source: lognormal, max_prompt: 100, max_output: 30}", "--out", str(tmp_path / "run")]
+    process = subprocess.Popen(
+        [sys.executable, "-u", str(Path(main.__code__.co_filename)), *words],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("fcfs, seed 0"):
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            break
+    rest = process.stdout.read()
+    assert process.wait() == 130
+    assert "stopped in chunked_prefill, seed 0; 1 of 3 trials are finished and kept" in rest
+    assert f"--out {tmp_path / 'run'}" in rest
+    assert [path.name.split("-")[0] for path in (tmp_path / "run" / "trials").iterdir()] == ["fcfs"]
+    assert not list(tmp_path.rglob(".*"))
