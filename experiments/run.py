@@ -7,6 +7,12 @@ import datetime
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from experiments.config import Cell, Experiment
 
 if __name__ == "__main__":  # started as a file: let `experiments` and `schedulers` be found beside it, installed or not
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -47,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(soft_wrap=False, highlight=False)
     try:
         if options.list:
-            return _list(console)
+            return _list()
         return _run(options, console, list(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt:
         print("\nstopped before any trial ran", file=sys.stderr)
@@ -73,7 +79,7 @@ def _refuse(error: Exception) -> int:
     return 2
 
 
-def _list(console: object) -> int:
+def _list() -> int:
     from experiments.config import available, load_experiment
 
     for name in available():
@@ -82,15 +88,12 @@ def _list(console: object) -> int:
     return 0
 
 
-def _run(options: argparse.Namespace, console: object, words: Sequence[str]) -> int:
-    from rich.console import Console
-
+def _run(options: argparse.Namespace, console: Console, words: Sequence[str]) -> int:
     from experiments.analysis.report import write_report
     from experiments.analysis.tables import to_rich
     from experiments.config import load_experiment
     from experiments.runner import run_experiment
 
-    assert isinstance(console, Console)
     given = list(options.words)
     name = given.pop(0) if given and "=" not in given[0] else "quickstart"
     experiment, cells = load_experiment(name, given)
@@ -115,12 +118,10 @@ def _run(options: argparse.Namespace, console: object, words: Sequence[str]) -> 
     return 1 if report.failed else 0
 
 
-def _dry_run(experiment: object, cells: object, out: Path | None) -> int:
-    from experiments.config import Cell, Experiment
+def _dry_run(experiment: Experiment, cells: Sequence[Cell], out: Path | None) -> int:
     from experiments.plan import trials_of
     from experiments.storage import read_summary
 
-    assert isinstance(experiment, Experiment) and isinstance(cells, list) and all(isinstance(c, Cell) for c in cells)
     trials = trials_of(experiment, cells)
     for trial in trials:
         done = out is not None and read_summary(out / "trials" / trial.directory_name) is not None
