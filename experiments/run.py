@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=_positive, default=1, metavar="N", help="trials at once, in processes (default 1)"
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
 
     from rich.console import Console
 

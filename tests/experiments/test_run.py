@@ -167,6 +167,11 @@ def test_list_names_what_ships(capsys: pytest.CaptureFixture[str]) -> None:
     assert "quickstart" in capsys.readouterr().out
 
 
+def test_options_may_stand_between_the_settings(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(file), "--out", str(tmp_path / "run"), "seeds=[7]", "--dry-run", "scheduler=fcfs"]) == 0
+    assert "seed 7" in capsys.readouterr().out
+
+
 def test_dry_run_prints_the_trials_and_makes_nothing(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
