@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .clock import MonotonicClock
 from .config import EngineConfig
 from .contract import Batch, Clock, EngineView, Executor, SchedulePlan, Scheduler, StepResult, TokenLogprobs
-from .errors import PolicyError, RequestError, StalledError
+from .errors import PolicyError, QueueFullError, RequestError, StalledError
 from .kv_cache import KVCache
 from .records import Records, RequestRecord, StepRecord
 from .request import RUNNING, Request, Status
@@ -97,11 +97,13 @@ class Engine:
 
         Raises:
             RequestError: it could never be served; says which value breaks which limit. Nothing was queued.
+            QueueFullError: max_num_queued requests wait already. Nothing was queued.
         """
         max_tokens = check_request(request_id, prompt_token_ids, sampling, self.config)
         names = [request_id] if sampling.n == 1 else [f"{request_id}/{index}" for index in range(sampling.n)]
         if request_id in self._groups or not self._names.isdisjoint(names):
             raise RequestError(f"request {request_id!r}: one of that id is live; ids are unique among live requests")
+        self._check_queue(request_id)
         now = self.clock.now() if arrival_time is None else arrival_time
         seed = sampling.seed if sampling.seed is not None else (self.config.seed << 32) + self._num_added
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
@@ -252,6 +254,12 @@ class Engine:
         return outputs
 
     # What the methods above are made of.
+
+    def _check_queue(self, request_id: str) -> None:
+        limit, queued = self.config.max_num_queued, len(self._returning) + len(self._new)
+        if limit and queued >= limit:
+            rule = f"the queue is full: {queued} requests wait, max_num_queued = {limit}"
+            raise QueueFullError(f"request {request_id!r}: {rule}; add it again once some of them run")
 
     def _text_of(self, sampling: SamplingParams) -> TextAssembler | None:
         if self._decode_stream is None or not sampling.detokenize:

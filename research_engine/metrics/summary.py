@@ -13,7 +13,7 @@ from research_engine.engine.records import Records, RequestRecord
 
 from . import latency
 from .fairness import service_difference, service_of
-from .memory import kv_usage, preemption_cost
+from .memory import kv_split, kv_usage, preemption_cost
 
 PERCENTILES = (50, 90, 99)
 LATENCIES = ("ttft", "tpot", "itl", "e2e", "normalized_latency", "queueing_delay")
@@ -91,8 +91,8 @@ def summarize(
         second (`request_throughput`, `output_throughput`, `total_throughput`: tokens of completed requests / duration),
         `goodput`, `slo_attainment` (of *all* requests); `ttft`, `tpot`, `itl`, `e2e`, `normalized_latency`,
         `queueing_delay` as percentiles over completed requests; `by_priority` with the same six for each priority
-        where there are several, and `service_difference` where there are several clients; `kv` and `preemption`;
-        `batch_size`, the mean over steps; `prefix_hit_rate` (cached / prompt tokens).
+        where there are several, and `service_difference` where there are several clients; `kv`, `kv_split`,
+        `preemption`; `batch_size`, the mean over steps; `prefix_hit_rate` (cached / prompt tokens).
     """
     requests, steps = records.requests, records.steps
     done = [record for record in requests if latency.is_completed(record)]
@@ -120,6 +120,7 @@ def summarize(
         "slo_attainment": good / len(requests) if requests else math.nan,
         **latency_summary(records, requests),
         "kv": asdict(kv_usage(records, block_size=block_size)),
+        "kv_split": asdict(kv_split(records, block_size=block_size)),
     }
     cost = preemption_cost(records, bytes_per_block=bytes_per_block)
     summary["preemption"] = asdict(cost) | {
