@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from experiments.settings import Settings, nearest_first
 from experiments.workloads import WorkloadSettings
+from research_engine.engine.reservation import Reservation
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 QUOTED = r"'([^']*)'"
@@ -57,6 +58,8 @@ class TrialSettings(Settings):
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     swap_space: float = Field(default=0.0, ge=0)
     num_host_blocks: int | None = Field(default=None, ge=0)
+    max_num_queued: int = Field(default=0, ge=0)
+    reservation: Reservation = "paged"
     enable_prefix_caching: bool = True
     warmup_requests: int = Field(default=4, ge=0)
     workload: WorkloadSettings = WorkloadSettings()

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 from experiments.settings import Settings
 from experiments.workloads.arrivals import ArrivalSettings, arrival_times
 from experiments.workloads.lengths import Encoder, LengthSettings, LogNormalLengths, draw_lengths
+from experiments.workloads.predictors import NoPredictor, PredictorSettings, predict
 from experiments.workloads.streams import stream
 from research_engine.engine.driver import Arrival
 from research_engine.engine.sampling_params import SamplingParams
@@ -26,6 +27,7 @@ class WorkloadSettings(Settings):
             end-of-sequence token until it has its length, so that every policy serves the same work.
         priorities: priority -> share of the requests that carry it, at random; smaller is more urgent.
         temperature: of sampling; 0 is greedy.
+        predictor: what policies are told of output lengths, as `Request.predicted_tokens`.
     """
 
     num_requests: int = Field(default=64, ge=1)
@@ -33,6 +35,7 @@ class WorkloadSettings(Settings):
     lengths: LengthSettings = LogNormalLengths(source="lognormal")
     priorities: Mapping[int, float] = Field(default_factory=lambda: {0: 1.0})
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    predictor: PredictorSettings = NoPredictor()
 
     @field_validator("priorities")
     @classmethod
@@ -59,12 +62,12 @@ def build_workload(
 
     Args:
         settings: what to make.
-        seed: base of the streams "arrivals", "lengths", "tokens", "priorities" and "sampling".
+        seed: base of the streams "arrivals", "lengths", "tokens", "priorities", "sampling" and "predictions".
         vocab_size: random prompts are drawn below it.
         tokenizer: turns texts into prompts, where the source of lengths has texts.
 
     Raises:
-        WorkloadError: see `draw_lengths`.
+        WorkloadError: see `draw_lengths` and `predict`.
     """
     count = settings.num_requests
     times = arrival_times(settings.arrivals, count, stream(seed, "arrivals"))
@@ -73,6 +76,8 @@ def build_workload(
     shares = [settings.priorities[value] for value in classes]
     priorities = stream(seed, "priorities").choice(len(classes), size=count, p=shares).tolist()
     seeds = stream(seed, "sampling").integers(0, 2**31, count).tolist()
+    outputs = [sample.output_tokens for sample in lengths.samples]
+    predictions = predict(settings.predictor, outputs, stream(seed, "predictions"))
     arrivals = []
     for index, (time, sample) in enumerate(zip(times, lengths.samples, strict=True)):
         prompt = sample.prompt_token_ids
@@ -85,13 +90,24 @@ def build_workload(
             ignore_eos=True,
             detokenize=False,
         )
-        arrivals.append(Arrival(time, f"request-{index:04d}", prompt, sampling, priority=classes[priorities[index]]))
+        arrivals.append(
+            Arrival(
+                time,
+                f"request-{index:04d}",
+                prompt,
+                sampling,
+                priority=classes[priorities[index]],
+                predicted_tokens=predictions.lengths[index],
+            )
+        )
     statistics = {
         "num_requests": count,
         "prompt_tokens": sum(sample.prompt_tokens for sample in lengths.samples),
-        "output_tokens": sum(sample.output_tokens for sample in lengths.samples),
+        "output_tokens": sum(outputs),
         "longest_prompt": max(sample.prompt_tokens for sample in lengths.samples),
         "longest_total": max(sample.prompt_tokens + sample.output_tokens for sample in lengths.samples),
         "last_arrival": times[-1],
+        "predictor": settings.predictor.kind,
+        "predictor_kendall_tau": predictions.kendall_tau,
     }
-    return Workload(arrivals, lengths.origin, lengths.warnings, statistics)
+    return Workload(arrivals, lengths.origin, (*lengths.warnings, *predictions.warnings), statistics)
