@@ -8,6 +8,7 @@ from typing import NamedTuple
 from .clock import MonotonicClock
 from .config import EngineConfig
 from .contract import Batch, Clock, EngineView, Executor, SchedulePlan, Scheduler, StepResult, TokenLogprobs
+from .decision_log import DecisionLog
 from .errors import PolicyError, QueueFullError, RequestError, StalledError
 from .kv_cache import KVCache
 from .records import Records, RequestRecord, StepRecord
@@ -40,6 +41,7 @@ class Engine:
         clock: real or virtual time; a MonotonicClock when None.
         records: where the records of steps and requests go; in memory when None.
         decode_stream: makes a text decoder for a request; None serves token ids alone.
+        decisions: takes down every decision of the scheduler, for explanations and replay.
     """
 
     def __init__(
@@ -51,12 +53,16 @@ class Engine:
         clock: Clock | None = None,
         records: Records | None = None,
         decode_stream: Callable[[SamplingParams], DecodeStream] | None = None,
+        decisions: DecisionLog | None = None,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
         self.executor = executor
         self.clock: Clock = MonotonicClock() if clock is None else clock
         self.records = Records() if records is None else records
+        self.decisions = decisions
+        if decisions is not None:
+            decisions.policy = type(scheduler).__name__
         self.kv_cache = KVCache(config)
         self.num_steps = 0
         self.idle = True  # the last plan held nothing
@@ -198,6 +204,8 @@ class Engine:
     def commit(self, plan: SchedulePlan, view: EngineView) -> Batch:
         """Carry the plan out on the books, or raise PlanError and change nothing."""
         batch = self.kv_cache.commit(plan, self._live, view.step)
+        if self.decisions is not None:
+            self.decisions.add(view.step, view.now, plan)
         for gone in batch.preempted:
             self._returning[gone.request_id] = self._running.pop(gone.request_id)
         for request in batch.admitted:

@@ -27,6 +27,8 @@ def check_plan(
         raise PlanError(f"tokens is {plan.tokens!r}; it must map request ids to numbers of tokens", step=step)
     if not isinstance(plan.preempt, (list, tuple)):
         raise PlanError(f"preempt is {plan.preempt!r}; it must be a list or tuple of Preemption", step=step)
+    if not isinstance(plan.reasons, Mapping):
+        raise PlanError(f"reasons is {plan.reasons!r}; it must map request ids to words", step=step)
     ledger = BlockLedger(cache)
     if plan.preempt:
         _check_preemptions(plan, requests, cache, ledger, config, step)

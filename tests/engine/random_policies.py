@@ -140,6 +140,8 @@ def wrong_containers(plan: SchedulePlan, view: EngineView, rng: random.Random) -
         SchedulePlan(tokens, None),  # type: ignore[arg-type]
         SchedulePlan({**tokens, 7: 1}),  # type: ignore[dict-item]
         SchedulePlan(tokens, [Preemption(["x"])]),  # type: ignore[arg-type]
+        SchedulePlan(tokens, plan.preempt, None),  # type: ignore[arg-type]
+        SchedulePlan(tokens, plan.preempt, ["no room"]),  # type: ignore[arg-type]
     ])  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from research_engine.engine.contract import Request, Scheduler
+from research_engine.engine.decision_log import DecisionLog
 from research_engine.engine.engine import Engine, TokenOutput
 from research_engine.engine.reservation import Reservation
 from research_engine.engine.sampling_params import SamplingParams
@@ -22,6 +23,7 @@ class RandomRun:
         policy: makes the scheduler from a random generator.
         aborts: probability of an abort per step.
         reservation: of the engine.
+        decisions: where the scheduler's decisions are taken down.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class RandomRun:
         policy: Callable[[random.Random], Scheduler],
         aborts: float = 0.08,
         reservation: Reservation = "paged",
+        decisions: DecisionLog | None = None,
     ) -> None:
         self.rng = rng = random.Random(seed)
         self.aborts = aborts
@@ -52,6 +55,7 @@ class RandomRun:
             vocab_size=VOCABULARY,
             stall_limit=3000,
             reservation=reservation,
+            decisions=decisions,
         )
         self.slots = slots
         self.families = [[rng.randrange(VOCABULARY) for _ in range(slots)] for _ in range(2)]
