@@ -41,6 +41,7 @@ class TrialSettings(Settings):
         warmup_requests: requests of the workload served and thrown away before a process's first trial of a model.
         workload: what arrives when.
         slo: for goodput; without one every completed request is good.
+        decision_log: also write every decision of the policy, to decisions.jsonl of the trial.
     """
 
     model: str = "smollm2-135m-instruct"
@@ -64,6 +65,7 @@ class TrialSettings(Settings):
     warmup_requests: int = Field(default=4, ge=0)
     workload: WorkloadSettings = WorkloadSettings()
     slo: SLOSettings | None = None
+    decision_log: bool = False
 
 
 class Level(Settings):

@@ -26,6 +26,7 @@ class WorkloadSettings(Settings):
         lengths: where prompt and output lengths come from. Output lengths are forced: a request goes on past the
             end-of-sequence token until it has its length, so that every policy serves the same work.
         priorities: priority -> share of the requests that carry it, at random; smaller is more urgent.
+        clients: name -> share of the requests that it sends, at random; what fairness is counted by.
         temperature: of sampling; 0 is greedy.
         predictor: what policies are told of output lengths, as `Request.predicted_tokens`.
     """
@@ -34,12 +35,13 @@ class WorkloadSettings(Settings):
     arrivals: ArrivalSettings = ArrivalSettings(process="at_once")
     lengths: LengthSettings = LogNormalLengths(source="lognormal")
     priorities: Mapping[int, float] = Field(default_factory=lambda: {0: 1.0})
+    clients: Mapping[str, float] = Field(default_factory=lambda: {"": 1.0})
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     predictor: PredictorSettings = NoPredictor()
 
-    @field_validator("priorities")
+    @field_validator("priorities", "clients")
     @classmethod
-    def _shares(cls, shares: Mapping[int, float]) -> Mapping[int, float]:
+    def _shares(cls, shares: Mapping[Any, float]) -> Mapping[Any, float]:
         if not shares or any(not share > 0 for share in shares.values()) or abs(sum(shares.values()) - 1) > 1e-6:
             raise ValueError(f"shares {dict(shares)} must be above 0 and sum to 1")
         return shares
@@ -62,7 +64,8 @@ def build_workload(
 
     Args:
         settings: what to make.
-        seed: base of the streams "arrivals", "lengths", "tokens", "priorities", "sampling" and "predictions".
+        seed: base of the streams "arrivals", "lengths", "tokens", "priorities", "clients", "sampling" and
+            "predictions".
         vocab_size: random prompts are drawn below it.
         tokenizer: turns texts into prompts, where the source of lengths has texts.
 
@@ -75,6 +78,8 @@ def build_workload(
     tokens, classes = stream(seed, "tokens"), sorted(settings.priorities)
     shares = [settings.priorities[value] for value in classes]
     priorities = stream(seed, "priorities").choice(len(classes), size=count, p=shares).tolist()
+    names = list(settings.clients)
+    clients = stream(seed, "clients").choice(len(names), size=count, p=list(settings.clients.values())).tolist()
     seeds = stream(seed, "sampling").integers(0, 2**31, count).tolist()
     outputs = [sample.output_tokens for sample in lengths.samples]
     predictions = predict(settings.predictor, outputs, stream(seed, "predictions"))
@@ -97,6 +102,7 @@ def build_workload(
                 prompt,
                 sampling,
                 priority=classes[priorities[index]],
+                client=names[clients[index]],
                 predicted_tokens=predictions.lengths[index],
             )
         )

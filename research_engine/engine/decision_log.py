@@ -6,8 +6,8 @@ A log's first line says what it is, then comes a line for every step that decide
     {"step": 3, "now": 0.25, "tokens": [["a", 1], ["b", 12]], "preempt": [["c", "recompute", "made room for b"]],
      "reasons": {"d": "waits: no blocks for it (2 blocks free)"}}
 
-`tokens` is in the plan's order, which is the batch's; `reasons` are the policy's own words on whom it passed over. A step
-of which nothing is written neither computed nor preempted, and gave no reason.
+`tokens` is in the plan's order, which is the batch's; `reasons` are the policy's own words on whom it passed over. A
+step of which nothing is written neither computed nor preempted, and gave no reason.
 """
 
 from __future__ import annotations
