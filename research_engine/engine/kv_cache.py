@@ -186,20 +186,20 @@ class KVCache:
         for name, num_tokens in plan.tokens.items():
             request = requests[name]
             if request._status is RUNNING:
-                blocks, admitted = request._block_ids, False
+                blocks = request._block_ids
                 changed = held = len(blocks)
             else:
                 self._admit(request, hits, batch)
-                blocks, admitted = request._block_ids, True
+                blocks = request._block_ids
+                self._grow(request, request._computed + num_tokens)
                 changed, held = 0, len(blocks)
             start = request._computed
             end, written = start + num_tokens, start // size
             if written < held and refs[blocks[written]] > 1:
                 self._copy_on_write(blocks, written, start % size, batch)
                 changed = min(changed, written)
-            if end > held * size or admitted:
-                for _ in range(self.blocks_for(request, end) - held):
-                    blocks.append(self._take())
+            if end > held * size:
+                self._grow(request, end)
             append(new_row(row, (request, start, num_tokens, end == len(request._tokens), changed)))
             total += num_tokens
         batch.num_tokens = total
@@ -272,6 +272,12 @@ class KVCache:
         self._tokens_held -= request._computed
         request._block_ids = []
         request._published = 0
+
+    def _grow(self, request: Request, num_tokens: int) -> None:
+        """Take the blocks that it must hold to have that many tokens computed."""
+        blocks = request._block_ids
+        for _ in range(self.blocks_for(request, num_tokens) - len(blocks)):
+            blocks.append(self._take())
 
     def _take(self) -> int:
         """A block for one new holder; evicts a cached one when none is free."""
