@@ -96,5 +96,5 @@ def _needs_no_tokenizer(settings: TrialSettings) -> bool:
 def _options(settings: TrialSettings, seed: int = 0) -> EngineOptions:
     from research_engine.options import EngineOptions
 
-    own = settings.model_dump(exclude={"warmup_requests", "workload", "slo"})
+    own = settings.model_dump(exclude={"warmup_requests", "workload", "slo", "decision_log"})
     return EngineOptions(**own, seed=seed, skip_tokenizer_init=_needs_no_tokenizer(settings))

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from experiments.settings import Settings, nearest_first
 from experiments.workloads import WorkloadSettings
+from research_engine.engine.reservation import Reservation
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 QUOTED = r"'([^']*)'"
@@ -40,6 +41,7 @@ class TrialSettings(Settings):
         warmup_requests: requests of the workload served and thrown away before a process's first trial of a model.
         workload: what arrives when.
         slo: for goodput; without one every completed request is good.
+        decision_log: also write every decision of the policy, to decisions.jsonl of the trial.
     """
 
     model: str = "smollm2-135m-instruct"
@@ -57,10 +59,13 @@ class TrialSettings(Settings):
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     swap_space: float = Field(default=0.0, ge=0)
     num_host_blocks: int | None = Field(default=None, ge=0)
+    max_num_queued: int = Field(default=0, ge=0)
+    reservation: Reservation = "paged"
     enable_prefix_caching: bool = True
     warmup_requests: int = Field(default=4, ge=0)
     workload: WorkloadSettings = WorkloadSettings()
     slo: SLOSettings | None = None
+    decision_log: bool = False
 
 
 class Level(Settings):

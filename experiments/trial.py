@@ -16,6 +16,7 @@ from experiments.storage import new_directory, write_json, write_with
 from experiments.workloads import Workload, build_workload
 from research_engine import metrics
 from research_engine.engine.config import EngineConfig
+from research_engine.engine.decision_log import DecisionLog
 from research_engine.engine.driver import Arrival, ReplayReport, replay
 from research_engine.engine.records import Records
 from research_engine.metrics.frames import parquet_schema
@@ -27,7 +28,8 @@ Progress = Callable[[int], None]
 def run_trial(
     trial: Trial, workload: Workload, backend: Backend, directory: Path, on_finished: Progress
 ) -> dict[str, Any]:
-    """Serve the workload and write `directory`: summary.json, requests.parquet, steps.parquet, trace.json.
+    """Serve the workload and write `directory`: summary.json, requests.parquet, steps.parquet, trace.json, and
+    decisions.jsonl when settings.decision_log asks for it.
 
     Args:
         trial: settings and seed; the backend is prepared for them.
@@ -40,6 +42,8 @@ def run_trial(
     """
     settings = trial.settings
     engine = backend.engine(settings, trial.seed)
+    if settings.decision_log:
+        engine.decisions = DecisionLog(type(engine.scheduler).__name__)
     watch = CoreWatch() if backend.kind == "real" else None
     try:
         report = replay(
@@ -51,6 +55,8 @@ def run_trial(
         summary = _summary(trial, workload, backend, engine.config, engine.records, report)
         summary |= {"other_load": others, "disturbed": others is not None and others > DISTURBED_ABOVE}
         with new_directory(directory) as fresh:
+            if engine.decisions is not None:
+                engine.decisions.write(fresh / "decisions.jsonl")
             _write(fresh, trial, engine.records, summary)
     finally:
         engine.executor.shutdown()

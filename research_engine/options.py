@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from research_engine.engine.reservation import RESERVATIONS, Reservation
+
 if TYPE_CHECKING:
     import torch
 
@@ -51,6 +53,8 @@ class EngineOptions:
         gpu_memory_utilization: share of a GPU's memory that weights, cache and activations may take together.
         swap_space: GiB of host memory for preemption by swap; 0 turns swapping off.
         num_host_blocks: KV blocks in host memory; None derives them from swap_space.
+        max_num_queued: requests that may wait; one more is refused. 0 sets no bound.
+        reservation: blocks a request holds: "paged" (as tokens come), "reserve_max", "reserve_pow2", "reserve_oracle".
         enable_prefix_caching: keep the blocks of ended requests and reuse them for equal prefixes.
         seed: of dummy weights and of requests that bring none.
         skip_tokenizer_init: load no tokenizer; prompts are token ids, and no text is made.
@@ -75,6 +79,8 @@ class EngineOptions:
     gpu_memory_utilization: float = 0.9
     swap_space: float = 0.0
     num_host_blocks: int | None = None
+    max_num_queued: int = 0
+    reservation: Reservation = "paged"
     enable_prefix_caching: bool = True
     seed: int = 0
     skip_tokenizer_init: bool = False
@@ -88,7 +94,7 @@ class EngineOptions:
             value, kind = getattr(self, entry.name), _KINDS.get(str(entry.type))
             if kind is not None and not (isinstance(value, kind[0]) and isinstance(value, bool) == (kind[0] is bool)):
                 raise OptionError(f"{entry.name} = {value!r}: must be {kind[1]}")
-        for name, valid in (("dtype", DTYPES), ("load_format", LOAD_FORMATS)):
+        for name, valid in (("dtype", DTYPES), ("load_format", LOAD_FORMATS), ("reservation", RESERVATIONS)):
             value = getattr(self, name)
             if value not in valid:
                 raise OptionError(f"{name} = {value!r}: must be one of {', '.join(nearest_first(str(value), valid))}")
@@ -98,6 +104,8 @@ class EngineOptions:
                 raise OptionError(f"{name} = {value!r}: must be an integer >= 1")
         if self.num_host_blocks is not None and (type(self.num_host_blocks) is not int or self.num_host_blocks < 0):
             raise OptionError(f"num_host_blocks = {self.num_host_blocks!r}: must be an integer >= 0")
+        if type(self.max_num_queued) is not int or self.max_num_queued < 0:
+            raise OptionError(f"max_num_queued = {self.max_num_queued!r}: must be an integer >= 0")
         if self.kv_cache_memory is not None and not 0 < self.kv_cache_memory < math.inf:
             raise OptionError(f"kv_cache_memory = {self.kv_cache_memory!r}: must be GiB > 0")
         if not 0 <= self.swap_space < math.inf:

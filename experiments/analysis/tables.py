@@ -89,8 +89,21 @@ METRICS: dict[str, Metric] = {
     "preemptions": Metric("Preemptions", _at("metrics", "preemption", "events"), 1, "lower"),
     "tokens_recomputed": Metric("Tokens recomputed", _at("metrics", "preemption", "tokens_recomputed"), 0, "lower"),
     "kv_utilization": Metric("KV utilization (%)", _at("metrics", "kv", "utilization", scale=100), 1, "higher"),
+    "kv_token_states": Metric(
+        "KV token states (%)", _at("metrics", "kv_split", "token_states", scale=100), 1, "higher"
+    ),
+    "kv_reserved": Metric("KV reserved (%)", _at("metrics", "kv_split", "reserved", scale=100), 1, "lower"),
+    "kv_internal": Metric("KV internal waste (%)", _at("metrics", "kv_split", "internal", scale=100), 1, "lower"),
+    "kv_external": Metric("KV external waste (%)", _at("metrics", "kv_split", "external", scale=100), 1, "lower"),
     "kv_occupancy": Metric("KV blocks in use (%)", _at("metrics", "kv", "occupancy", scale=100), 1),
     "prefix_hit_rate": Metric("Prefix hits (%)", _at("metrics", "prefix_hit_rate", scale=100), 1),
+    "service_difference_max": Metric(
+        "Service diff. max (tokens/s)", _at("metrics", "service_difference", "max"), 2, "lower"
+    ),
+    "service_difference_mean": Metric(
+        "Service diff. (tokens/s)", _at("metrics", "service_difference", "mean"), 2, "lower"
+    ),
+    "predictor_kendall_tau": Metric("Predictor's tau-b", _at("workload", "predictor_kendall_tau"), 2),
     "offered_rate": Metric("Offered (requests/s)", _at("offered_rate"), 3),
     "achieved_rate": Metric("Achieved (requests/s)", _at("achieved_rate"), 3),
 }

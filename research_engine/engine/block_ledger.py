@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 class BlockLedger:
     """Free blocks after the preemptions and grants entered so far."""
 
-    __slots__ = ("_block_size", "_cache", "_delta", "_refs", "free_blocks", "free_host_blocks")
+    __slots__ = ("_block_size", "_blocks_for", "_cache", "_delta", "_refs", "free_blocks", "free_host_blocks")
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._refs = cache._refs
         self._block_size = cache.block_size
+        self._blocks_for = cache.blocks_for
         self._delta: dict[int, int] = {}  # block -> change of its reference count; absent means none
         self.free_blocks = cache.num_free_blocks
         self.free_host_blocks = cache.num_free_host_blocks
@@ -35,29 +36,34 @@ class BlockLedger:
         other.free_blocks, other.free_host_blocks = self.free_blocks, self.free_host_blocks
         return other
 
+    def can_swap(self, request: Request) -> bool:
+        """Whether the host has room for this running request's tokens."""
+        return self._cache.blocks_to_swap(request) <= self.free_host_blocks
+
     def preempt(self, request: Request, mode: PreemptionMode = "recompute") -> None:
-        """Enter a preemption. `swap` needs as many host blocks as the request holds: check `free_host_blocks` first."""
+        """Enter a preemption. For `swap` ask `can_swap` first."""
         delta, refs = self._delta, self._refs
         for block in request._block_ids:
             change = delta[block] = delta.get(block, 0) - 1
             if refs[block] + change == 0:
                 self.free_blocks += 1
         if mode == "swap":
-            self.free_host_blocks -= len(request._block_ids)
+            self.free_host_blocks -= self._cache.blocks_to_swap(request)
 
     def cost(self, request: Request, num_tokens: int) -> int:
         """Free blocks that `num_tokens` more of its tokens would take, admission and copy on write included."""
         blocks: Sequence[int]
         if request._status is RUNNING:
             blocks, start = request._block_ids, request._computed
-            taken = 0
+            end = start + num_tokens
+            need = 0 if end <= len(blocks) * self._block_size else self._blocks_for(request, end) - len(blocks)
         elif request._status is Status.SWAPPED:
-            return self._blocks_for(request._computed + num_tokens)
+            return self._blocks_for(request, request._computed + num_tokens)
         else:
             blocks, start = self._cache.find_hit(request)
             refs, delta = self._refs, self._delta
-            taken = sum(1 for block in blocks if refs[block] + delta.get(block, 0) == 0)
-        need = taken + max(0, self._blocks_for(start + num_tokens) - len(blocks))
+            need = sum(1 for block in blocks if refs[block] + delta.get(block, 0) == 0)
+            need += self._blocks_for(request, start + num_tokens) - len(blocks)
         written = start // self._block_size
         if written < len(blocks):
             block = blocks[written]
@@ -77,7 +83,7 @@ class BlockLedger:
             if written >= held or self._refs[blocks[written]] == 1:
                 if start + num_tokens <= held * size:
                     return True
-                need = -(-(start + num_tokens) // size) - held
+                need = self._blocks_for(request, start + num_tokens) - held
                 if need > self.free_blocks:
                     return False
                 self.free_blocks -= need
@@ -105,6 +111,3 @@ class BlockLedger:
             block = blocks[written]
             if self._refs[block] + delta.get(block, 0) > 1:
                 delta[block] = delta.get(block, 0) - 1
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from .reservation import RESERVATIONS, Reservation
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -16,6 +18,9 @@ class EngineConfig:
         max_num_seqs: requests that may hold KV blocks at once.
         max_num_batched_tokens: tokens that one step may hold (its budget).
         max_model_len: prompt and output tokens of one request at most.
+        max_num_queued: requests that may wait; one more is refused with QueueFullError. 0 sets no bound.
+        reservation: blocks that a request holds: `paged`, `reserve_max`, `reserve_pow2`, `reserve_oracle`; see
+            reservation.py.
         enable_prefix_caching: keep the blocks of ended requests and reuse them for equal prefixes.
         vocab_size: token ids are below it; 0 leaves them unchecked.
         eos_token_ids: tokens that end a sequence unless ignore_eos is set.
@@ -33,6 +38,8 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_model_len: int = 8192
+    max_num_queued: int = 0
+    reservation: Reservation = "paged"
     enable_prefix_caching: bool = True
     vocab_size: int = 0
     eos_token_ids: tuple[int, ...] = ()
@@ -41,10 +48,12 @@ class EngineConfig:
     stall_limit: int = 1000
 
     def __post_init__(self) -> None:
-        least = {"num_host_blocks": 0, "vocab_size": 0, "max_model_len": 2}
+        if self.reservation not in RESERVATIONS:
+            raise ValueError(f"reservation = {self.reservation!r}: must be one of {', '.join(RESERVATIONS)}")
+        least = {"num_host_blocks": 0, "vocab_size": 0, "max_num_queued": 0, "max_model_len": 2}
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.name in ("enable_prefix_caching", "check_integrity", "eos_token_ids", "seed"):
+            if entry.name in ("enable_prefix_caching", "check_integrity", "eos_token_ids", "seed", "reservation"):
                 continue
             low = least.get(entry.name, 1)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:

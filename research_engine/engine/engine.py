@@ -8,7 +8,8 @@ from typing import NamedTuple
 from .clock import MonotonicClock
 from .config import EngineConfig
 from .contract import Batch, Clock, EngineView, Executor, SchedulePlan, Scheduler, StepResult, TokenLogprobs
-from .errors import PolicyError, RequestError, StalledError
+from .decision_log import DecisionLog
+from .errors import PolicyError, QueueFullError, RequestError, StalledError
 from .kv_cache import KVCache
 from .records import Records, RequestRecord, StepRecord
 from .request import RUNNING, Request, Status
@@ -40,6 +41,7 @@ class Engine:
         clock: real or virtual time; a MonotonicClock when None.
         records: where the records of steps and requests go; in memory when None.
         decode_stream: makes a text decoder for a request; None serves token ids alone.
+        decisions: takes down every decision of the scheduler, for explanations and replay.
     """
 
     def __init__(
@@ -51,12 +53,16 @@ class Engine:
         clock: Clock | None = None,
         records: Records | None = None,
         decode_stream: Callable[[SamplingParams], DecodeStream] | None = None,
+        decisions: DecisionLog | None = None,
     ) -> None:
         self.config = config
         self.scheduler = scheduler
         self.executor = executor
         self.clock: Clock = MonotonicClock() if clock is None else clock
         self.records = Records() if records is None else records
+        self.decisions = decisions
+        if decisions is not None:
+            decisions.policy = type(scheduler).__name__
         self.kv_cache = KVCache(config)
         self.num_steps = 0
         self.idle = True  # the last plan held nothing
@@ -97,11 +103,13 @@ class Engine:
 
         Raises:
             RequestError: it could never be served; says which value breaks which limit. Nothing was queued.
+            QueueFullError: max_num_queued requests wait already. Nothing was queued.
         """
         max_tokens = check_request(request_id, prompt_token_ids, sampling, self.config)
         names = [request_id] if sampling.n == 1 else [f"{request_id}/{index}" for index in range(sampling.n)]
         if request_id in self._groups or not self._names.isdisjoint(names):
             raise RequestError(f"request {request_id!r}: one of that id is live; ids are unique among live requests")
+        self._check_queue(request_id)
         now = self.clock.now() if arrival_time is None else arrival_time
         seed = sampling.seed if sampling.seed is not None else (self.config.seed << 32) + self._num_added
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
@@ -196,6 +204,8 @@ class Engine:
     def commit(self, plan: SchedulePlan, view: EngineView) -> Batch:
         """Carry the plan out on the books, or raise PlanError and change nothing."""
         batch = self.kv_cache.commit(plan, self._live, view.step)
+        if self.decisions is not None:
+            self.decisions.add(view.step, view.now, plan)
         for gone in batch.preempted:
             self._returning[gone.request_id] = self._running.pop(gone.request_id)
         for request in batch.admitted:
@@ -252,6 +262,12 @@ class Engine:
         return outputs
 
     # What the methods above are made of.
+
+    def _check_queue(self, request_id: str) -> None:
+        limit, queued = self.config.max_num_queued, len(self._returning) + len(self._new)
+        if limit and queued >= limit:
+            rule = f"the queue is full: {queued} requests wait, max_num_queued = {limit}"
+            raise QueueFullError(f"request {request_id!r}: {rule}; add it again once some of them run")
 
     def _text_of(self, sampling: SamplingParams) -> TextAssembler | None:
         if self._decode_stream is None or not sampling.detokenize:

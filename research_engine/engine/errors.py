@@ -11,6 +11,10 @@ class RequestError(EngineError, ValueError):
     """A request that can never be served was refused when it was added; the engine goes on."""
 
 
+class QueueFullError(RequestError):
+    """As many requests wait as max_num_queued allows; the same request may be served later."""
+
+
 class PlanError(EngineError):
     """A scheduler's plan broke a rule; nothing of it was carried out.
 

@@ -25,19 +25,21 @@ from .contract import Batch, Preemption, PreemptionRecord, ScheduledRequest, Sch
 from .errors import IntegrityError
 from .plan_rules import check_plan
 from .request import RUNNING, Request, Status
+from .reservation import blocks_for
 
 
 class KVCache:
     """Blocks, references, prefix cache; turns a SchedulePlan into a Batch or refuses it whole.
 
     Args:
-        config: num_blocks, block_size, num_host_blocks, enable_prefix_caching and the step's limits are read.
+        config: num_blocks, block_size, num_host_blocks, reservation, enable_prefix_caching and the limits are read.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self.num_blocks = config.num_blocks
         self.block_size = config.block_size
+        self.blocks_for = blocks_for(config)
         self._prefix_caching = config.enable_prefix_caching
         self._refs = [0] * config.num_blocks
         self._digest_of: list[bytes | None] = [None] * config.num_blocks
@@ -75,6 +77,11 @@ class KVCache:
         """Slots of used blocks that hold a token, shared ones counted once."""
         return self._tokens_held - self._extra_refs * self.block_size
 
+    @property
+    def reserves(self) -> bool:
+        """Whether requests hold blocks for tokens to come."""
+        return self._config.reservation != "paged"
+
     def ledger(self) -> BlockLedger:
         return BlockLedger(self)
 
@@ -82,6 +89,10 @@ class KVCache:
         """Blocks that only this request holds."""
         refs = self._refs
         return sum(1 for block in request._block_ids if refs[block] == 1)
+
+    def blocks_to_swap(self, request: Request) -> int:
+        """Host blocks that a swap of this running request takes: those that hold its tokens, not reserved ones."""
+        return -(-request._computed // self.block_size)
 
     # Prefix hits.
 
@@ -182,15 +193,15 @@ class KVCache:
             else:
                 self._admit(request, hits, batch)
                 blocks = request._block_ids
+                self._grow(request, request._computed + num_tokens)
                 changed, held = 0, len(blocks)
             start = request._computed
             end, written = start + num_tokens, start // size
             if written < held and refs[blocks[written]] > 1:
                 self._copy_on_write(blocks, written, start % size, batch)
                 changed = min(changed, written)
-            while end > held * size:
-                blocks.append(self._take())
-                held += 1
+            if end > held * size:
+                self._grow(request, end)
             append(new_row(row, (request, start, num_tokens, end == len(request._tokens), changed)))
             total += num_tokens
         batch.num_tokens = total
@@ -235,17 +246,18 @@ class KVCache:
     def _preempt(self, request: Request, preemption: Preemption, batch: Batch) -> PreemptionRecord:
         freed, computed = self.blocks_freed_by(request), request._computed
         blocks = request._block_ids
-        swaps = preemption.mode == "swap"
+        swaps, moved = preemption.mode == "swap", 0
         self._drop_blocks(request)
         request._preemptions += 1
         if swaps:
-            request._host_block_ids = [self._free_host.pop() for _ in blocks]
-            batch.swap_out.extend(zip(blocks, request._host_block_ids, strict=True))
+            moved = -(-computed // self.block_size)
+            request._host_block_ids = [self._free_host.pop() for _ in range(moved)]
+            batch.swap_out.extend(zip(blocks[:moved], request._host_block_ids, strict=True))
             request._status = Status.SWAPPED
         else:
             request._computed = 0
             request._status = Status.WAITING
-        lost, moved = (0, len(blocks)) if swaps else (computed, 0)
+        lost = 0 if swaps else computed
         return PreemptionRecord(request.id, preemption.mode, preemption.reason, freed, lost, moved)
 
     def _drop_blocks(self, request: Request) -> None:
@@ -262,6 +274,12 @@ class KVCache:
         self._tokens_held -= request._computed
         request._block_ids = []
         request._published = 0
+
+    def _grow(self, request: Request, num_tokens: int) -> None:
+        """Take the blocks that it must hold to have that many tokens computed."""
+        blocks = request._block_ids
+        for _ in range(self.blocks_for(request, num_tokens) - len(blocks)):
+            blocks.append(self._take())
 
     def _take(self) -> int:
         """A block for one new holder; evicts a cached one when none is free."""

@@ -27,9 +27,11 @@ def check_plan(
         raise PlanError(f"tokens is {plan.tokens!r}; it must map request ids to numbers of tokens", step=step)
     if not isinstance(plan.preempt, (list, tuple)):
         raise PlanError(f"preempt is {plan.preempt!r}; it must be a list or tuple of Preemption", step=step)
+    if not isinstance(plan.reasons, Mapping):
+        raise PlanError(f"reasons is {plan.reasons!r}; it must map request ids to words", step=step)
     ledger = BlockLedger(cache)
     if plan.preempt:
-        _check_preemptions(plan, requests, ledger, config, step)
+        _check_preemptions(plan, requests, cache, ledger, config, step)
     running = Status.RUNNING
     total = admitted = 0
     for name, num_tokens in plan.tokens.items():
@@ -63,7 +65,12 @@ def check_plan(
 
 
 def _check_preemptions(
-    plan: SchedulePlan, requests: Mapping[str, Request], ledger: BlockLedger, config: EngineConfig, step: int
+    plan: SchedulePlan,
+    requests: Mapping[str, Request],
+    cache: KVCache,
+    ledger: BlockLedger,
+    config: EngineConfig,
+    step: int,
 ) -> None:
     gone: set[str] = set()
     for preemption in plan.preempt:
@@ -83,9 +90,9 @@ def _check_preemptions(
             rule = "is preempted and scheduled in one plan"
         elif mode not in ("recompute", "swap"):
             rule = f"preemption mode {mode!r} is neither 'recompute' nor 'swap'"
-        elif mode == "swap" and request.num_blocks > ledger.free_host_blocks:
+        elif mode == "swap" and cache.blocks_to_swap(request) > ledger.free_host_blocks:
             rule = (
-                f"swapping it needs {request.num_blocks} host blocks, {ledger.free_host_blocks} are free "
+                f"swapping it needs {cache.blocks_to_swap(request)} host blocks, {ledger.free_host_blocks} are free "
                 f"of num_host_blocks = {config.num_host_blocks}"
             )
         if rule:

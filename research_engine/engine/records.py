@@ -14,7 +14,7 @@ from .request import Request
 
 @dataclass(slots=True)
 class StepRecord:
-    """One step. The four lists run parallel, one entry a batch row, in batch order.
+    """One step. The first four lists run parallel, one entry a batch row, in batch order.
 
     Attributes:
         step: number of the step.
@@ -29,6 +29,8 @@ class StepRecord:
         slots_stored: token slots of used blocks that hold a token, shared ones counted once.
         preemptions: in the plan's order.
         blocks_copied, blocks_swapped_in, blocks_swapped_out: block moves.
+        blocks_held: blocks that each row's request holds after the step, 0 once it ended; empty under the reservation
+            `paged`, where they are what its tokens need.
     """
 
     step: int
@@ -50,6 +52,7 @@ class StepRecord:
     blocks_copied: int
     blocks_swapped_in: int
     blocks_swapped_out: int
+    blocks_held: list[int] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -76,6 +79,7 @@ class StepRecord:
             blocks_copied=len(batch.copies),
             blocks_swapped_in=len(batch.swap_in),
             blocks_swapped_out=len(batch.swap_out),
+            blocks_held=[request.num_blocks for request in requests] if cache.reserves else [],
         )
 
 

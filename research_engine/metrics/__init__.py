@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .fairness import Service, ServiceDifference, service_difference, service_of
 from .frames import read_frames, requests_frame, steps_frame
 from .latency import (
     e2e,
@@ -13,13 +14,14 @@ from .latency import (
     tpot,
     ttft,
 )
-from .memory import KVUsage, PreemptionCost, kv_usage, preemption_cost
+from .memory import KVSplit, KVUsage, PreemptionCost, kv_split, kv_usage, preemption_cost
 from .summary import SLO, percentiles, summarize
 from .trace import chrome_trace
 from .validity import arrival_rates, queue_grows
 
 __all__ = [
-    "KVUsage", "PreemptionCost", "SLO", "arrival_rates", "chrome_trace", "e2e", "inter_token_latencies", "is_completed",
-    "kv_usage", "normalized_latency", "percentiles", "preemption_cost", "queue_grows", "queueing_delay", "read_frames",
-    "request_token_times", "requests_frame", "steps_frame", "summarize", "tpot", "ttft",
+    "KVSplit", "KVUsage", "PreemptionCost", "SLO", "Service", "ServiceDifference", "arrival_rates", "chrome_trace",
+    "e2e", "inter_token_latencies", "is_completed", "kv_split", "kv_usage", "normalized_latency", "percentiles",
+    "preemption_cost", "queue_grows", "queueing_delay", "read_frames", "request_token_times", "requests_frame",
+    "service_difference", "service_of", "steps_frame", "summarize", "tpot", "ttft",
 ]  # fmt: skip

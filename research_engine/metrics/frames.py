@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _REQUEST_FIELDS = tuple(entry.name for entry in fields(RequestRecord))
 _STEP_FIELDS = tuple(entry.name for entry in fields(StepRecord))
 _TIMES = ("first_scheduled_time", "first_token_time", "last_token_time", "finish_time")
-_LISTS = ("request_ids", "starts", "num_tokens", "drew")
+_LISTS = ("request_ids", "starts", "num_tokens", "drew", "blocks_held")
 
 
 def requests_frame(records: Records) -> pd.DataFrame:
@@ -97,7 +97,12 @@ def parquet_schema(name: str) -> Any:
     }  # fmt: skip
     if name == "steps":
         times = dict.fromkeys(("started", "committed", "executed", "finished"), real)
-        special |= {"num_tokens": pa.list_(count), "preemptions": pa.list_(event), **times}
+        special |= {
+            "num_tokens": pa.list_(count),
+            "blocks_held": pa.list_(count),
+            "preemptions": pa.list_(event),
+            **times,
+        }
     columns = (requests_frame if name == "requests" else steps_frame)(Records()).columns
     latencies = ("ttft", "tpot", "e2e", "normalized_latency", "queueing_delay")
 

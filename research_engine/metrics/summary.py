@@ -12,7 +12,8 @@ import numpy as np
 from research_engine.engine.records import Records, RequestRecord
 
 from . import latency
-from .memory import kv_usage, preemption_cost
+from .fairness import service_difference, service_of
+from .memory import kv_split, kv_usage, preemption_cost
 
 PERCENTILES = (50, 90, 99)
 LATENCIES = ("ttft", "tpot", "itl", "e2e", "normalized_latency", "queueing_delay")
@@ -90,8 +91,8 @@ def summarize(
         second (`request_throughput`, `output_throughput`, `total_throughput`: tokens of completed requests / duration),
         `goodput`, `slo_attainment` (of *all* requests); `ttft`, `tpot`, `itl`, `e2e`, `normalized_latency`,
         `queueing_delay` as percentiles over completed requests; `by_priority` with the same six for each priority
-        where there are several; `kv` and `preemption`; `batch_size`, the mean over steps; `prefix_hit_rate` (cached /
-        prompt tokens).
+        where there are several, and `service_difference` where there are several clients; `kv`, `kv_split`,
+        `preemption`; `batch_size`, the mean over steps; `prefix_hit_rate` (cached / prompt tokens).
     """
     requests, steps = records.requests, records.steps
     done = [record for record in requests if latency.is_completed(record)]
@@ -119,6 +120,7 @@ def summarize(
         "slo_attainment": good / len(requests) if requests else math.nan,
         **latency_summary(records, requests),
         "kv": asdict(kv_usage(records, block_size=block_size)),
+        "kv_split": asdict(kv_split(records, block_size=block_size)),
     }
     cost = preemption_cost(records, bytes_per_block=bytes_per_block)
     summary["preemption"] = asdict(cost) | {
@@ -130,6 +132,7 @@ def summarize(
     everything = sum(record.prompt_tokens for record in requests)
     summary["prefix_hit_rate"] = sum(r.cached_tokens for r in requests) / everything if everything else math.nan
     summary["by_priority"] = _by_priority(records)
+    summary["service_difference"] = _between_clients(records)
     return summary
 
 
@@ -142,3 +145,11 @@ def _by_priority(records: Records) -> Mapping[str, Any]:
         str(value): {"num_requests": len(members[value])} | latency_summary(records, members[value])
         for value in classes
     }
+
+
+def _between_clients(records: Records) -> Mapping[str, float]:
+    """Largest and mean service difference over 60 s windows; empty for fewer than two clients."""
+    if len({record.client for record in records.requests}) < 2:
+        return {}
+    difference = service_difference(service_of(records))
+    return {"max": difference.max, "mean": difference.mean}

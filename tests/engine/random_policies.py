@@ -28,10 +28,11 @@ class RandomPolicy(Scheduler):
         rng, ledger = self.rng, view.ledger()
         preempt: list[Preemption] = []
         gone: set[str] = set()
-        stuck = view.num_running > 0 and view.num_free_blocks == 0
+        free = view.num_free_blocks
+        stuck = view.num_running > 0 and (free == 0 or all(ledger.cost(r, 1) > free for r in view.running))
         for request in view.running:
             if rng.random() < max(self.preempts, 0.3 * stuck):
-                swaps = rng.random() < 0.6 and request.num_blocks <= ledger.free_host_blocks
+                swaps = rng.random() < 0.6 and ledger.can_swap(request)
                 mode = "swap" if swaps else "recompute"
                 ledger.preempt(request, mode)
                 preempt.append(Preemption(request.id, mode, "at random"))
@@ -139,6 +140,8 @@ def wrong_containers(plan: SchedulePlan, view: EngineView, rng: random.Random) -
         SchedulePlan(tokens, None),  # type: ignore[arg-type]
         SchedulePlan({**tokens, 7: 1}),  # type: ignore[dict-item]
         SchedulePlan(tokens, [Preemption(["x"])]),  # type: ignore[arg-type]
+        SchedulePlan(tokens, plan.preempt, None),  # type: ignore[arg-type]
+        SchedulePlan(tokens, plan.preempt, ["no room"]),  # type: ignore[arg-type]
     ])  # fmt: skip
 
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from research_engine.engine.contract import Request, Scheduler
+from research_engine.engine.decision_log import DecisionLog
 from research_engine.engine.engine import Engine, TokenOutput
+from research_engine.engine.reservation import Reservation
 from research_engine.engine.sampling_params import SamplingParams
 
 from .shadow import VOCABULARY, ManualClock, assert_empty, expected, make_engine
@@ -20,14 +22,25 @@ class RandomRun:
         seed: of everything random.
         policy: makes the scheduler from a random generator.
         aborts: probability of an abort per step.
+        reservation: of the engine.
+        decisions: where the scheduler's decisions are taken down.
     """
 
-    def __init__(self, seed: int, policy: Callable[[random.Random], Scheduler], aborts: float = 0.08) -> None:
+    def __init__(
+        self,
+        seed: int,
+        policy: Callable[[random.Random], Scheduler],
+        aborts: float = 0.08,
+        reservation: Reservation = "paged",
+        decisions: DecisionLog | None = None,
+    ) -> None:
         self.rng = rng = random.Random(seed)
         self.aborts = aborts
+        self.reservation = reservation
         size = rng.randint(1, 8)
         blocks = rng.randint(3, 12) if size > 2 else rng.randint(8, 24)
         slots = blocks * size
+        longest = slots if reservation == "paged" else rng.choice([slots, slots // 2, slots // 3])
         self.engine: Engine = make_engine(
             policy(rng),
             clock=ManualClock(tick=0.01),
@@ -36,11 +49,13 @@ class RandomRun:
             num_host_blocks=rng.choice([0, rng.randint(1, blocks), 2 * blocks]),
             max_num_seqs=rng.randint(1, 6),
             max_num_batched_tokens=rng.randint(1, 40),
-            max_model_len=max(2, slots + rng.randint(-2, 4)),
+            max_model_len=max(2, longest + rng.randint(-2, 4)),
             enable_prefix_caching=rng.random() < 0.8,
             eos_token_ids=(rng.randrange(VOCABULARY),),
             vocab_size=VOCABULARY,
             stall_limit=3000,
+            reservation=reservation,
+            decisions=decisions,
         )
         self.slots = slots
         self.families = [[rng.randrange(VOCABULARY) for _ in range(slots)] for _ in range(2)]
@@ -71,7 +86,10 @@ class RandomRun:
             ignore_eos=rng.random() < 0.5,
             stop_token_ids=[rng.randrange(VOCABULARY) for _ in range(rng.choice([0, 0, 3]))],
         )
-        group = self.engine.add_request(request_id, self.prompt(length), sampling, priority=rng.randint(0, 2))
+        predicted = None if self.reservation == "paged" else rng.choice([None, most, rng.randint(0, 10)])
+        group = self.engine.add_request(
+            request_id, self.prompt(length), sampling, priority=rng.randint(0, 2), predicted_tokens=predicted
+        )
         self.live.append(request_id)
         self.requests += group
 

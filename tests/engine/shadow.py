@@ -12,6 +12,7 @@ from typing import Any
 
 from research_engine.engine.config import EngineConfig
 from research_engine.engine.contract import Batch, Request, Scheduler, StepResult
+from research_engine.engine.decision_log import DecisionLog
 from research_engine.engine.engine import Engine, TokenOutput
 from research_engine.engine.sampling_params import SamplingParams
 
@@ -141,6 +142,7 @@ def make_engine(
     choose: Callable[[Request, int], int] | None = None,
     decode_stream: Any = None,
     clock: ManualClock | None = None,
+    decisions: DecisionLog | None = None,
     **sizes: Any,
 ) -> Engine:
     """An engine on a shadow store that balances its books after every step. Small unless `sizes` say otherwise."""
@@ -150,7 +152,12 @@ def make_engine(
     }  # fmt: skip
     config = EngineConfig(**{**defaults, **sizes})
     return Engine(
-        config, scheduler, ShadowExecutor(config, choose), clock=clock or ManualClock(), decode_stream=decode_stream
+        config,
+        scheduler,
+        ShadowExecutor(config, choose),
+        clock=clock or ManualClock(),
+        decode_stream=decode_stream,
+        decisions=decisions,
     )
 
 

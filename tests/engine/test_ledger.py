@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
+
 from research_engine.engine.contract import EngineView, SchedulePlan
 from schedulers.fcfs import FCFS
 
@@ -31,11 +33,14 @@ def account(view: EngineView, plan: SchedulePlan, order: list[tuple[str, object]
     return ledger
 
 
-def test_the_account_of_a_plan_equals_what_commit_leaves():
+@pytest.mark.parametrize(
+    ("reservation", "runs"), [("paged", 400), ("reserve_max", 300), ("reserve_pow2", 300), ("reserve_oracle", 300)]
+)
+def test_the_account_of_a_plan_equals_what_commit_leaves(reservation, runs):
     """Free device and host blocks after commit; host blocks of a swap-in are free only when it is done."""
     seen: Counter[str] = Counter()
-    for seed in range(400):
-        run = RandomRun(seed, lambda rng: RandomPolicy(rng, 0.15, 0.1, 0.5), aborts=0.03)
+    for seed in range(runs):
+        run = RandomRun(seed, lambda rng: RandomPolicy(rng, 0.15, 0.1, 0.5), aborts=0.03, reservation=reservation)
         engine, rng, commit = run.engine, random.Random(seed), run.engine.commit
 
         def checked(plan, view, engine=engine, rng=rng, commit=commit):

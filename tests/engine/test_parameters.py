@@ -74,7 +74,7 @@ def test_a_continuation_has_its_own_seed_and_is_one():
     [
         ("num_blocks", 0), ("num_blocks", 1.5), ("block_size", 0), ("num_host_blocks", -1), ("max_num_seqs", 0),
         ("max_num_batched_tokens", 0), ("max_model_len", 1), ("vocab_size", -1), ("stall_limit", 0),
-        ("num_blocks", True),
+        ("max_num_queued", -1), ("num_blocks", True),
     ],
 )  # fmt: skip
 def test_an_engine_limit_out_of_range_is_refused_by_name_and_value(field, value):

@@ -8,12 +8,15 @@ from collections import Counter
 import pytest
 
 from research_engine.engine.contract import Scheduler
+from research_engine.engine.reservation import RESERVATIONS
 from schedulers.chunked_prefill import ChunkedPrefill
 from schedulers.fcfs import FCFS
 from schedulers.priority import Priority
 
 from .random_policies import RandomPolicy
 from .random_runs import RandomRun
+
+KINDS = ("recomputes", "swaps", "copies", "hits", "evictions", "aborts", "chunks")
 
 
 def random_policy(rng: random.Random) -> Scheduler:
@@ -34,16 +37,34 @@ def shipped_policy(rng: random.Random) -> Scheduler:
     ])()  # fmt: skip
 
 
-@pytest.mark.parametrize(("policy", "seeds"), [(random_policy, range(2000)), (shipped_policy, range(10_000, 10_600))])
-def test_any_schedule_gives_each_request_the_output_it_has_alone(policy, seeds):
-    """Small caches, shared prefixes, n > 1, chunks, swap, recompute, aborts at any moment, ids used again."""
+def facts_of_runs(policy, seeds, reservation="paged") -> Counter[str]:
+    """Finish the runs, with every check on the way; what they went through, summed."""
     facts: Counter[str] = Counter()
     for seed in seeds:
-        run = RandomRun(seed, policy)
+        run = RandomRun(seed, policy, reservation=reservation)
         try:
             run.finish()
         except Exception as error:
             raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
         facts.update(run.facts())
-    for kind in ("recomputes", "swaps", "copies", "hits", "evictions", "aborts", "chunks"):
+    return facts
+
+
+@pytest.mark.parametrize(("policy", "seeds"), [(random_policy, range(2000)), (shipped_policy, range(10_000, 10_600))])
+def test_any_schedule_gives_each_request_the_output_it_has_alone(policy, seeds):
+    """Small caches, shared prefixes, n > 1, chunks, swap, recompute, aborts at any moment, ids used again."""
+    facts = facts_of_runs(policy, seeds)
+    for kind in KINDS:
         assert facts[kind] > 100, f"the runs hardly reached {kind}: {facts}"
+
+
+@pytest.mark.parametrize("reservation", RESERVATIONS[1:])
+@pytest.mark.parametrize(
+    ("policy", "seeds", "kinds"),
+    [(random_policy, range(300), KINDS), (shipped_policy, range(20_000, 20_150), KINDS[3:])],  # hardly ever short
+)
+def test_a_reservation_changes_no_output(policy, seeds, kinds, reservation):
+    """The same runs with blocks reserved for tokens to come, and predictions that may be wrong or missing."""
+    facts = facts_of_runs(policy, seeds, reservation)
+    for kind in kinds:
+        assert facts[kind] > 10, f"the runs hardly reached {kind}: {facts}"

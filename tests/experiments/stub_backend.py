@@ -68,7 +68,7 @@ class StubBackend:
         config = EngineConfig(
             num_blocks=settings.num_blocks or 64, block_size=settings.block_size, max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens or 256, max_model_len=settings.max_model_len or 1024,
-            check_integrity=True,
+            max_num_queued=settings.max_num_queued, reservation=settings.reservation, check_integrity=True,
         )  # fmt: skip
         scheduler = schedulers.create(settings.scheduler, **settings.scheduler_params)
         return Engine(config, scheduler, executor, clock=clock)

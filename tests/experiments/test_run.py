@@ -197,6 +197,34 @@ def test_a_users_mistake_ends_with_code_2_and_the_nearest_valid_ones(
     assert not (tmp_path / "run").exists()
 
 
+def test_reservations_clients_and_predictions_reach_table_and_decision_log(file: Path, tmp_path: Path) -> None:
+    """One experiment over all four reservations: its table has the KV split and the difference between clients."""
+    from research_engine.engine.decision_log import DecisionLog
+
+    out, names = tmp_path / "run", ["kv_reserved", "kv_internal", "kv_external", "service_difference_max",
+                                    "predictor_kendall_tau"]  # fmt: skip
+    workload = ("workload={num_requests: 40, arrivals: {process: poisson, rate: 1}, clients: {heavy: 0.8, light: 0.2}, "
+                "lengths: {source: uniform, prompt: [4, 60], output: [4, 60]}, "
+                "predictor: {kind: noisy, kendall_tau: 0.5}}")  # fmt: skip
+    words = ["factors.reservation=[paged,reserve_max,reserve_pow2,reserve_oracle]", "scheduler=[fcfs]", "seeds=[0]",
+             workload, "decision_log=true", "max_model_len=512", "num_blocks=64",
+             f"outputs.table=[{','.join(names)}]"]  # fmt: skip
+    assert run(file, out, StubBackend(), *words).finished == 4
+    summaries = {}
+    for trial in (out / "trials").iterdir():
+        assert {path.name for path in trial.iterdir()} == TRIAL_FILES | {"decisions.jsonl"}
+        summary = json.loads((trial / "summary.json").read_text())
+        summaries[summary["levels"]["reservation"]] = summary
+        log = DecisionLog.read(trial / "decisions.jsonl")
+        assert (log.policy, len(log.decisions)) == ("FCFS", summary["metrics"]["num_steps"])
+        assert set(pd.read_parquet(trial / "requests.parquet")["client"]) == {"heavy", "light"}
+    internal = {name: summary["metrics"]["kv_split"]["internal"] for name, summary in summaries.items()}
+    assert internal["reserve_max"] > internal["reserve_pow2"] > internal["reserve_oracle"]
+    assert summaries["paged"]["workload"]["predictor_kendall_tau"] == pytest.approx(0.5, abs=0.02)
+    assert all(s["metrics"]["service_difference"]["max"] >= 0 for s in summaries.values())
+    assert "KV external waste (%)" in (out / "table.md").read_text()
+
+
 def test_three_schedulers_on_a_real_model_of_random_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model=dummy:tiny", "seeds=[0]", "workload.num_requests=8", "workload.arrivals.rate=100", "num_blocks=24",
              "workload.lengths={source: lognormal, max_prompt: 100, max_output: 30}"]  # fmt: skip

@@ -257,3 +257,17 @@ def test_a_file_of_lengths_that_cannot_be_read_is_named(name: str, content: byte
     settings = FileLengths(source="file", path=str(tmp_path / name))
     with pytest.raises(WorkloadError, match=named):
         draw_lengths(settings, 1, np.random.default_rng(0), None)
+
+
+def test_clients_send_their_shares_and_change_nothing_else() -> None:
+    one, two = (
+        build_workload(WorkloadSettings(num_requests=400, clients=clients), 1, vocab_size=50).arrivals
+        for clients in ({"": 1.0}, {"heavy": 0.75, "light": 0.25})
+    )
+    assert {a.client for a in one} == {""}
+    assert 260 < [a.client for a in two].count("heavy") < 340
+    assert [(a.prompt_token_ids, a.sampling, a.priority) for a in one] == [
+        (a.prompt_token_ids, a.sampling, a.priority) for a in two
+    ]
+    with pytest.raises(ValidationError, match="must be above 0 and sum to 1"):
+        WorkloadSettings(clients={"a": 0.5})
