@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from research_engine.engine.contract import Batch
+from research_engine.engine.records import StepRecord
 
 
 @runtime_checkable
@@ -61,6 +62,23 @@ def work_of(batch: Batch) -> Work:
     moved = len(batch.swap_in) + len(batch.swap_out)
     return Work(batch.num_tokens, len(batch.rows), draws, decodes, decode_kv, longest, tuple(prefills), moved,
                 len(batch.copies))  # fmt: skip
+
+
+def work_of_record(record: StepRecord) -> Work:
+    """The features of a batch, from what its step left behind."""
+    decode = [start + 1 for start, tokens in zip(record.starts, record.num_tokens, strict=True) if tokens == 1]
+    rows = zip(record.num_tokens, record.starts, strict=True)
+    return Work(
+        tokens=sum(record.num_tokens),
+        sequences=len(record.num_tokens),
+        draws=sum(map(bool, record.drew)),
+        decodes=len(decode),
+        decode_kv=sum(decode),
+        decode_kv_max=max(decode, default=0),
+        prefills=tuple((tokens, start) for tokens, start in rows if tokens > 1),
+        blocks_moved=record.blocks_swapped_in + record.blocks_swapped_out,
+        blocks_copied=record.blocks_copied,
+    )
 
 
 def single_prefill(prefills: tuple[tuple[int, int], ...]) -> tuple[int, float]:

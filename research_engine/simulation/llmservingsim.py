@@ -2,7 +2,7 @@
 
 A profile is three files: `dense` (layer, tokens, time_us), `per_sequence` (layer, sequences, time_us) and `attention`
 (prefill_chunk, kv_prefill, n_decode, kv_decode, time_us), each time of one layer. Linear and element-wise layers are
-counted as often as a decoder of the Llama family has them; nothing else is added.
+counted as often as a decoder of the Llama family has them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +41,14 @@ class RecordedRequest(NamedTuple):
 
 
 def import_profile(
-    dense: Path, per_sequence: Path, attention: Path, *, model: str, num_layers: int, machine: dict[str, str]
+    dense: Path,
+    per_sequence: Path,
+    attention: Path,
+    *,
+    model: str,
+    num_layers: int,
+    machine: Mapping[str, str],
+    host: tuple[float, float] = (0.0, 0.0),
 ) -> Profile:
     """Make a profile of the three CSV files.
 
@@ -51,6 +58,8 @@ def import_profile(
         model: name to store.
         num_layers: decoder layers; the files give the time of one.
         machine: gpu and versions, as far as known.
+        host: (a, b): seconds a step and seconds a step and sequence to add. The files hold the time of kernels alone, so
+            the gaps between kernels and what the host does not hide are missing in them.
 
     Raises:
         ValueError: a layer or column is missing, or one that is not known is there; names it.
@@ -66,6 +75,7 @@ def import_profile(
         dense=_sum_of_layers(dense, "tokens", counts),
         head=_sum_of_layers(per_sequence, "sequences", dict.fromkeys(PER_SEQUENCE, 1)),
         attention=AttentionTable(rows),
+        host=host,
         origin="imported from LLMServingSim's CSV form",
     )
 
@@ -98,7 +108,7 @@ def read_run(path: Path) -> list[RecordedRequest]:
     return sorted(requests, key=lambda request: request.arrival)
 
 
-def _sum_of_layers(path: Path, column: str, counts: dict[str, int]) -> Curve:
+def _sum_of_layers(path: Path, column: str, counts: Mapping[str, int]) -> Curve:
     """Seconds of all layers by the numbers in `column` at which every layer was measured, made monotone."""
     from scipy.optimize import isotonic_regression
 
