@@ -90,9 +90,7 @@ def _fit(works: Sequence[Work], times: np.ndarray, model: str, machine: Mapping[
 
 def _features(work: Work, knots: Sequence[float]) -> list[float]:
     pairs = sum(tokens * (before + (tokens + 1) / 2) for tokens, before in work.prefills)
-    ramps = [
-        min(max(work.tokens - left, 0.0), right - left) for left, right in zip(knots, knots[1:], strict=False)
-    ]
+    ramps = [min(max(work.tokens - left, 0.0), right - left) for left, right in zip(knots, knots[1:], strict=False)]
     scalars = [1.0, work.sequences, work.decode_kv, work.decode_kv_max, pairs, work.blocks_moved, work.blocks_copied]
     return [*scalars, *ramps]
 
