@@ -129,11 +129,15 @@ def _usual(prompt: int, output: int) -> bool:
 def main(options: SimulateOptions) -> None:
     """Print the report."""
     done = run(options)
+    per_token = done.cpu_seconds / done.output_tokens * 1e6
+    print(f"{options.requests} requests, {done.prompt_tokens} prompt and {done.output_tokens} output tokens")
     print(
-        f"{options.requests} requests, {done.prompt_tokens} prompt and {done.output_tokens} output tokens, "
-        f"{done.steps} steps of {done.mean_batch:.0f} rows: {done.simulated_seconds:.1f} simulated seconds "
-        f"({done.output_tokens / done.simulated_seconds:.0f} output tokens/s) in {done.wall_seconds:.1f} s, "
-        f"{done.cpu_seconds:.1f} s of CPU time, {done.cpu_seconds / done.output_tokens * 1e6:.1f} us an output token, peak memory {done.peak_mib:.0f} MiB"
+        f"{done.steps} steps of {done.mean_batch:.0f} rows, {done.simulated_seconds:.1f} simulated seconds: "
+        f"{done.output_tokens / done.simulated_seconds:.0f} output tokens/s"
+    )
+    print(
+        f"{done.wall_seconds:.1f} s on the clock, {done.cpu_seconds:.1f} s of CPU time, {per_token:.1f} us an output token, "
+        f"peak memory {done.peak_mib:.0f} MiB"
     )
 
 

@@ -1,7 +1,6 @@
-"""Two ways to price a step's attention from measurements: a formula for kernels that add up, a table for those that don't.
+"""Attention from measurements: a formula where decode and prefill cost the sum of both, a table where they do not.
 
-Paged kernels with a path of their own for decode rows cost what their decode and prefill parts cost: `AttentionFormula`.
-Where one launch serves a mixed batch by the prefill path, decode rows cost more the moment a prompt joins them, and
+Kernels with a path of their own for decode rows cost what their decode and prefill parts cost: `AttentionFormula`. Where one launch serves a mixed batch by the prefill path, decode rows cost more the moment a prompt joins them, and
 only measurements of mixed batches say how much: `AttentionTable`.
 """
 
@@ -77,8 +76,12 @@ class AttentionTable:
 
     def __init__(self, rows: Iterable[tuple[float, float, float, float, float]]) -> None:
         self._rows = list(rows)
-        alone = {(n, kv): seconds for chunk, _, n, kv, seconds in self._rows if not chunk and n}
-        mixed = {(chunk, n, kv, before): seconds for chunk, before, n, kv, seconds in self._rows if chunk}
+        alone: dict[tuple[float, ...], float] = {
+            (n, kv): seconds for chunk, _, n, kv, seconds in self._rows if not chunk and n
+        }
+        mixed: dict[tuple[float, ...], float] = {
+            (chunk, n, kv, before): seconds for chunk, before, n, kv, seconds in self._rows if chunk
+        }
         if not alone or not mixed:
             raise ValueError("an attention table needs batches with a prefill chunk and batches without")
         self._alone, self._mixed = Grid(alone), Grid(mixed)
@@ -107,7 +110,7 @@ def attention_from_json(data: Mapping[str, Any]) -> AttentionCost:
         ValueError: another kind than formula or table.
     """
     if data["kind"] == "formula":
-        prefill = {(tokens, before): rate for tokens, before, rate in data["prefill"]}
+        prefill: dict[tuple[float, ...], float] = {(tokens, before): rate for tokens, before, rate in data["prefill"]}
         names = ("base", "per_row", "per_token", "per_longest")
         return AttentionFormula(**{name: data[name] for name in names}, prefill=prefill)
     if data["kind"] == "table":

@@ -57,7 +57,8 @@ def kv_blocks_of(
     block = 2 * kv * model.num_layers * bytes_per_element * block_size
     if room < block:
         raise ValueError(
-            f"{gpu.name}: {gpu_memory_utilization:.0%} of {gpu.memory_gib} GiB hold weights of {weights / 2**30:.1f} GiB "
-            f"and activations of {activations / 2**30:.1f} GiB, but no KV block of {block / 2**20:.1f} MiB beside them"
+            f"{gpu.name}: {gpu_memory_utilization:.0%} of {gpu.memory_gib} GiB hold weights of "
+            f"{weights / 2**30:.1f} GiB and activations of {activations / 2**30:.1f} GiB, "
+            f"but no KV block of {block / 2**20:.1f} MiB beside them"
         )
     return int(room // block)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 
@@ -29,7 +30,7 @@ class Curve:
         for value in (*self._x, *self._y):
             if not 0.0 <= value < math.inf:
                 raise ValueError(f"a curve holds {value!r}; its numbers must be finite and >= 0")
-        for left, right in zip(self._x, self._x[1:], strict=False):
+        for left, right in pairwise(self._x):
             if left == right:
                 raise ValueError(f"a curve holds two points at {left:g}")
         half = max(0, min(len(self._x) - 2, bisect_right(self._x, self._x[-1] / 2) - 1))

@@ -2,16 +2,17 @@
 
     seconds = a + b rows + ramps(tokens) + c sum(kv) + d max(kv) + e pairs + f blocks moved + g blocks copied
 
-kv are the contexts of the rows of one token, pairs the causal query-key pairs of the others. `ramps` is piecewise linear
-and never falls. Errors are weighted by 1 / seconds, so that short steps count as much as long ones. All coefficients are
->= 0 (Lawson and Hanson, "Solving Least Squares Problems", 1974, ch. 23): a model that gets cheaper with work is wrong off
-its data, however well it fits.
+kv are the contexts of the rows of one token, pairs the causal query-key pairs of the others. `ramps` is piecewise
+linear and never falls. Errors are weighted by 1 / seconds, so that short steps count as much as long ones. All coefficients
+are >= 0 (Lawson and Hanson, "Solving Least Squares Problems", 1974, ch. 23): a model that gets cheaper with work is wrong
+off its data, however well it fits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from scipy.optimize import nnls
@@ -21,7 +22,7 @@ from research_engine.engine.records import StepRecord
 from .attention_cost import AttentionFormula
 from .cost_model import Work, work_of_record
 from .curve import Curve
-from .profiled import ProfiledCost, Profile
+from .profiled import Profile, ProfiledCost
 
 HOLD_OUT_EVERY = 5
 MIN_STEPS = 40
@@ -90,13 +91,13 @@ def _fit(works: Sequence[Work], times: np.ndarray, model: str, machine: Mapping[
 
 def _features(work: Work, knots: Sequence[float]) -> list[float]:
     pairs = sum(tokens * (before + (tokens + 1) / 2) for tokens, before in work.prefills)
-    ramps = [min(max(work.tokens - left, 0.0), right - left) for left, right in zip(knots, knots[1:], strict=False)]
+    ramps = [min(max(work.tokens - left, 0.0), right - left) for left, right in pairwise(knots)]
     scalars = [1.0, work.sequences, work.decode_kv, work.decode_kv_max, pairs, work.blocks_moved, work.blocks_copied]
     return [*scalars, *ramps]
 
 
 def _knots(tokens: Sequence[int]) -> list[float]:
-    """Powers of two, as far as each piece between two has steps enough to tell its slope; first and last as in the data."""
+    """Powers of two where each piece between has steps enough to tell its slope; first and last as in the data."""
     knots, counted = [float(tokens[0])], 0
     power = 1
     while power < tokens[-1]:

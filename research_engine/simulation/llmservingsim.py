@@ -58,8 +58,8 @@ def import_profile(
         model: name to store.
         num_layers: decoder layers; the files give the time of one.
         machine: gpu and versions, as far as known.
-        host: (a, b): seconds a step and seconds a step and sequence to add. The files hold the time of kernels alone, so
-            the gaps between kernels and what the host does not hide are missing in them.
+        host: (a, b): seconds a step and seconds a step and sequence to add. The files hold the time of kernels alone,
+            so the gaps between kernels and what the host does not hide are missing in them.
 
     Raises:
         ValueError: a layer or column is missing, or one that is not known is there; names it.

@@ -103,11 +103,9 @@ def test_the_recorded_vllm_run_is_foretold_from_the_profile(host, bars):
         enable_prefix_caching=False,
     )
     engine = simulated_engine(config, schedulers.create("chunked_prefill"), ProfiledCost(profile))
-    replay(
-        engine,
-        [Arrival(r.arrival, r.request_id, range(r.prompt_tokens), SamplingParams(max_tokens=r.output_tokens, ignore_eos=True))
-         for r in real],
-    )  # fmt: skip
+    forced = [SamplingParams(max_tokens=r.output_tokens, ignore_eos=True) for r in real]
+    prompts = [range(r.prompt_tokens) for r in real]
+    replay(engine, [Arrival(r.arrival, r.request_id, *own) for r, *own in zip(real, prompts, forced, strict=True)])
     simulated = engine.records.requests
     several = [r for r in real if r.output_tokens > 1]
     pairs = {

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from research_engine.simulation.attention_cost import AttentionFormula, AttentionTable
 from research_engine.simulation.cost_model import CostModel, Work, single_prefill, work_of
 from research_engine.simulation.curve import Curve
-from research_engine.simulation.profiled import ProfiledCost, Profile, ProfileMismatch
+from research_engine.simulation.profiled import Profile, ProfiledCost, ProfileMismatch
 from tests.simulation.batches import batch_of, decodes
 
 FORMULA = AttentionFormula(1.0, 0.1, 0.01, 0.001, {(16, 0): 0.5, (16, 100): 0.3, (64, 0): 0.4, (64, 100): 0.2})

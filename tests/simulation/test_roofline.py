@@ -25,9 +25,9 @@ ROUND = GpuSheet(
     name="round numbers", memory_gib=1.0, memory_bandwidth=1e6, flops=1e9, memory_efficiency=0.5,
     gemm_efficiency=((1, 0.5), (100, 1.0)), attention_efficiency=0.5, kernel_seconds=0.0, host_link_bandwidth=1e5,
     host_seconds=0.0, host_seconds_per_sequence=0.0,
-    sources={name: "made up" for name in (
+    sources=dict.fromkeys((
         "memory_gib", "memory_bandwidth", "flops", "memory_efficiency", "gemm_efficiency", "attention_efficiency",
-        "kernel_seconds", "host_link_bandwidth", "host_seconds", "host_seconds_per_sequence")},
+        "kernel_seconds", "host_link_bandwidth", "host_seconds", "host_seconds_per_sequence"), "made up"),
 )  # fmt: skip
 
 
