@@ -136,8 +136,8 @@ def main(options: SimulateOptions) -> None:
         f"{done.output_tokens / done.simulated_seconds:.0f} output tokens/s"
     )
     print(
-        f"{done.wall_seconds:.1f} s on the clock, {done.cpu_seconds:.1f} s of CPU time, {per_token:.1f} us an output token, "
-        f"peak memory {done.peak_mib:.0f} MiB"
+        f"{done.wall_seconds:.1f} s on the clock, {done.cpu_seconds:.1f} s of CPU time, "
+        f"{per_token:.1f} us an output token, peak memory {done.peak_mib:.0f} MiB"
     )
 
 

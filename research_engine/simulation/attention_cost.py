@@ -1,6 +1,7 @@
 """Attention from measurements: a formula where decode and prefill cost the sum of both, a table where they do not.
 
-Kernels with a path of their own for decode rows cost what their decode and prefill parts cost: `AttentionFormula`. Where one launch serves a mixed batch by the prefill path, decode rows cost more the moment a prompt joins them, and
+Kernels with a path of their own for decode rows cost what their decode and prefill parts cost: `AttentionFormula`.
+Where one launch serves a mixed batch by the prefill path, decode rows cost more the moment a prompt joins them, and
 only measurements of mixed batches say how much: `AttentionTable`.
 """
 

@@ -3,9 +3,9 @@
     seconds = a + b rows + ramps(tokens) + c sum(kv) + d max(kv) + e pairs + f blocks moved + g blocks copied
 
 kv are the contexts of the rows of one token, pairs the causal query-key pairs of the others. `ramps` is piecewise
-linear and never falls. Errors are weighted by 1 / seconds, so that short steps count as much as long ones. All coefficients
-are >= 0 (Lawson and Hanson, "Solving Least Squares Problems", 1974, ch. 23): a model that gets cheaper with work is wrong
-off its data, however well it fits.
+linear and never falls. Errors are weighted by 1 / seconds, so that short steps count as much as long ones. All
+coefficients are >= 0 (Lawson and Hanson, "Solving Least Squares Problems", 1974, ch. 23): a model that gets cheaper
+with work is wrong off its data, however well it fits.
 """
 
 from __future__ import annotations
