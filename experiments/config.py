@@ -276,7 +276,7 @@ def load_experiment(name: str, overrides: Sequence[str] = ()) -> tuple[Experimen
         raw = _read(path.read_text(encoding="utf-8"), origin)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    raw.setdefault("name", path.stem)
+    raw.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "experiment")
     for word in overrides:
         _override(raw, word, origin)
     try:

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=_positive, default=1, metavar="N", help="trials at once, in processes (default 1)"
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
 
     from rich.console import Console
 
@@ -54,10 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.list:
             return _list()
-        return _run(options, console, list(sys.argv[1:] if arguments is None else arguments))
+        return _run(options, console)
     except KeyboardInterrupt:
-        print("\nstopped before any trial ran", file=sys.stderr)
+        print("\nstopped; what had finished is kept", file=sys.stderr)
         return 130
+    except OSError as error:  # no such place, no permission, no space
+        print(f"error: {error}; trials that had finished are kept", file=sys.stderr)
+        return 2
     except ConfigError as error:
         return _refuse(error)
     except ValueError as error:  # LoadError, OptionError, WorkloadError; anything else is a fault of ours
@@ -88,7 +91,7 @@ def _list() -> int:
     return 0
 
 
-def _run(options: argparse.Namespace, console: Console, words: Sequence[str]) -> int:
+def _run(options: argparse.Namespace, console: Console) -> int:
     from experiments.analysis.report import write_report
     from experiments.analysis.tables import to_rich
     from experiments.config import load_experiment
@@ -107,8 +110,8 @@ def _run(options: argparse.Namespace, console: Console, words: Sequence[str]) ->
         console.print(to_rich(table))
     done = report.reused + report.finished
     if report.interrupted is not None:
-        rest = [word for word in words if word != "--out" and word != str(options.out)]
-        again = " ".join(["python", "experiments/run.py", *map(_quoted, rest), "--out", str(out)])
+        rest = [*options.words, *([] if options.jobs == 1 else ["--jobs", str(options.jobs)]), "--out", str(out)]
+        again = " ".join(["python", "experiments/run.py", *map(_quoted, rest)])
         kept = f"{done} of {report.planned} trials are finished and kept"
         print(f"\nstopped in {report.interrupted}; {kept}. To go on:\n  {again}")
         return 130

@@ -20,10 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from experiments.analysis.tables import VERDICTS
 from experiments.backend import Backend, model_identity
 from experiments.chosen_backend import ChosenBackend
-from experiments.config import Cell, Experiment, TrialSettings
+from experiments.config import Cell, ConfigError, Experiment, TrialSettings
 from experiments.environment import environment, usable_cores
 from experiments.plan import Trial, code_version, trials_of
-from experiments.storage import read_summary, write_json, write_text
+from experiments.storage import InUseError, read_summary, sole_writer, write_json, write_text
 from experiments.trial import make_workload, run_trial, warm_up
 from experiments.workloads import Workload
 from research_engine.engine.errors import EngineError
@@ -76,16 +76,19 @@ def run_experiment(
     trials = trials_of(experiment, cells)
     report = RunReport(directory, len(trials))
     is_new = not directory.exists()
-    _write_head(experiment, cells, trials, directory)
-    missing = [trial for trial in trials if read_summary(directory / "trials" / trial.directory_name) is None]
-    report.reused = len(trials) - len(missing)
-    if report.reused:
-        console.print(f"{report.reused} of {len(trials)} trials are finished already and are not run again")
     try:
-        if missing and jobs > 1:
-            _run_parallel(missing, directory, report, console, jobs)
-        elif missing:
-            _run_in_turn(missing, directory, report, console, backend or ChosenBackend())
+        with sole_writer(directory):
+            _write_head(experiment, cells, trials, directory)
+            missing = [trial for trial in trials if read_summary(directory / "trials" / trial.directory_name) is None]
+            report.reused = len(trials) - len(missing)
+            if report.reused:
+                console.print(f"{report.reused} of {len(trials)} trials are finished already and are not run again")
+            if missing and jobs > 1:
+                _run_parallel(missing, directory, report, console, jobs)
+            elif missing:
+                _run_in_turn(missing, directory, report, console, backend or ChosenBackend())
+    except InUseError as error:
+        raise ConfigError(str(error)) from error
     except BaseException:
         if is_new and not (directory / "trials").exists():  # nothing ran: leave no directory behind a mistake
             shutil.rmtree(directory, ignore_errors=True)

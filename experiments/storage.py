@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -11,6 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+class InUseError(Exception):
+    """Another process writes to the same run directory."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -61,10 +66,34 @@ def _finite(value: Any) -> Any:
 
 
 def read_summary(directory: Path) -> dict[str, Any] | None:
-    """A finished trial's summary; None when there is none."""
+    """A finished trial's summary; None when there is none, or a file that no trial wrote."""
     path = directory / "summary.json"
     try:
-        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        summary = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return summary
+    return summary if isinstance(summary, dict) and "metrics" in summary else None
+
+
+@contextmanager
+def sole_writer(directory: Path) -> Iterator[None]:
+    """Holds a run directory, made if need be, for this process alone, and clears the trials that a killed one left.
+
+    Raises:
+        InUseError: another process holds it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InUseError(f"{directory}: another process runs there; wait for it, or choose another") from None
+        except OSError:  # a file system without locks: nobody can tell whether another process is at work
+            pass
+        else:
+            for left in directory.glob("trials/.*-seed*-*-*"):  # as new_directory names them
+                shutil.rmtree(left, ignore_errors=True)
+        yield
+    finally:
+        os.close(handle)

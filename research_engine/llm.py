@@ -9,7 +9,7 @@ import operator
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from research_engine.engine.config import EngineConfig
 from research_engine.engine.contract import Clock, TokenLogprobs
 from research_engine.engine.engine import Engine
+from research_engine.engine.errors import PolicyError
 from research_engine.engine.records import Records, RequestRecord
 from research_engine.engine.request import Request
 from research_engine.engine.sampling_params import SamplingParams
@@ -103,9 +104,13 @@ def build_engine(
         raise OptionError(
             "the scheduler's preemption = 'swap' needs host blocks: set swap_space (GiB) or num_host_blocks"
         )
-    executor = TorchExecutor(
-        model, num_blocks=config.num_blocks, block_size=config.block_size, num_host_blocks=config.num_host_blocks
-    )
+    try:
+        executor = TorchExecutor(
+            model, num_blocks=config.num_blocks, block_size=config.block_size, num_host_blocks=config.num_host_blocks
+        )
+    except RuntimeError as error:  # what torch raises when memory is short, on a CPU and on a GPU
+        sizes = f"num_blocks = {config.num_blocks}, num_host_blocks = {config.num_host_blocks}"
+        raise OptionError(f"no memory for the KV cache of {sizes} of {config.block_size} tokens: {error}") from error
     stream = None if tokenizer is None else lambda sampling: tokenizer.decode_stream(sampling.skip_special_tokens)
     return Engine(config, scheduler, executor, clock=clock, records=records, decode_stream=stream)
 
@@ -217,8 +222,9 @@ class LLM:
             KeyboardInterrupt: Ctrl-C, after the step in progress (at once when pressed twice); all requests of this
                 call are aborted, and the engine stays usable.
         """
-        single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
-        many: list[Any] = [prompts] if single else list(prompts)
+        many: list[Any] = [prompts] if isinstance(prompts, (str, Mapping)) else _listed("prompts", prompts)
+        if many and isinstance(many[0], Integral):
+            many = [many]
         resolved = [self._resolve(prompt, index) for index, prompt in enumerate(many)]
         return self._run(resolved, self._params_for(many, sampling_params), use_tqdm)
 
@@ -241,8 +247,9 @@ class LLM:
         """
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer; this LLM was made with skip_tokenizer_init=True")
-        single = len(messages) > 0 and isinstance(messages[0], Mapping)
-        many: list[Any] = [messages] if single else list(messages)
+        many = _listed("messages", messages)
+        if many and isinstance(many[0], Mapping):
+            many = [many]
         prompts: list[tuple[str | None, list[int]]] = []
         for conversation in many:
             ids = self.tokenizer.apply_chat_template(conversation, add_generation_prompt)
@@ -260,7 +267,7 @@ class LLM:
             unknown = set(prompt) - {"prompt", "prompt_token_ids"}
             if unknown or not prompt:
                 raise ValueError(
-                    f"prompt {index} has the keys {sorted(prompt)}; it takes 'prompt' or 'prompt_token_ids'"
+                    f"prompt {index} has the keys {sorted(map(str, prompt))}; it takes 'prompt' or 'prompt_token_ids'"
                 )
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         elif not isinstance(prompt, str):
@@ -284,6 +291,7 @@ class LLM:
         params = SamplingParams() if given is None else given
         if isinstance(params, SamplingParams):
             return [params] * len(prompts)
+        params = _listed("sampling_params", params)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one for each")
         return params
@@ -303,8 +311,9 @@ class LLM:
             ):
                 self._serve(groups, advance, check_interrupt)
         except BaseException:
-            for group in groups:
-                self.engine.abort(group[0].request.group_id)
+            for index in range(len(prompts)):  # the one whose arrival the policy failed at included
+                with suppress(PolicyError):  # of an event that fails again; the first error is the one to tell
+                    self.engine.abort(f"{self._num_calls}-{index}")
             raise
         return [self._output(text, group) for (text, _), group in zip(prompts, groups, strict=True)]
 
@@ -374,6 +383,13 @@ class LLM:
         for rank, (token_id, logprob) in enumerate(entry.top, start=1):
             named.setdefault(token_id, Logprob(logprob, rank, text(token_id)))
         return named
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError:
+        raise ValueError(f"{name} is {values!r}; it must be one of its kind, or a list of them") from None
 
 
 @contextmanager

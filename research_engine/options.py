@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,17 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+
+
+_KINDS: dict[str, tuple[Any, str]] = {
+    "str": (str, "a text"),
+    "bool": (bool, "True or False"),
+    "int": (int, "an integer"),
+    "float": ((int, float), "a number"),
+    "float | None": ((int, float, type(None)), "a number"),
+    "Mapping[str, Any]": (Mapping, "a mapping of names to values"),
+}
+"""What an option may hold, by its annotation."""
 
 
 class OptionError(ValueError):
@@ -69,6 +82,12 @@ class EngineOptions:
     check_integrity: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
+        for entry in fields(self):
+            value, kind = getattr(self, entry.name), _KINDS.get(str(entry.type))
+            if kind is not None and not (isinstance(value, kind[0]) and isinstance(value, bool) == (kind[0] is bool)):
+                raise OptionError(f"{entry.name} = {value!r}: must be {kind[1]}")
         for name, valid in (("dtype", DTYPES), ("load_format", LOAD_FORMATS)):
             value = getattr(self, name)
             if value not in valid:
@@ -79,9 +98,9 @@ class EngineOptions:
                 raise OptionError(f"{name} = {value!r}: must be an integer >= 1")
         if self.num_host_blocks is not None and (type(self.num_host_blocks) is not int or self.num_host_blocks < 0):
             raise OptionError(f"num_host_blocks = {self.num_host_blocks!r}: must be an integer >= 0")
-        if self.kv_cache_memory is not None and not self.kv_cache_memory > 0:
+        if self.kv_cache_memory is not None and not 0 < self.kv_cache_memory < math.inf:
             raise OptionError(f"kv_cache_memory = {self.kv_cache_memory!r}: must be GiB > 0")
-        if not self.swap_space >= 0:
+        if not 0 <= self.swap_space < math.inf:
             raise OptionError(f"swap_space = {self.swap_space!r}: must be GiB >= 0")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise OptionError(f"gpu_memory_utilization = {self.gpu_memory_utilization!r}: must be > 0 and <= 1")

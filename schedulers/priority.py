@@ -40,7 +40,6 @@ class Priority(PolicyScheduler):
         return sorted((*view.running, *view.waiting), key=self.rank)
 
     def victim(self, candidates: Sequence[Request], needy: Request, view: EngineView) -> Request | None:
-        lowest = max(candidates, key=self.rank)
-        if self.rank(lowest) < self.rank(needy):
-            return None
-        return lowest if needy.is_running or lowest.priority > needy.priority else None
+        own = self.rank(needy)
+        below = [r for r in candidates if self.rank(r) > own and (needy.is_running or r.priority > needy.priority)]
+        return max(below, key=self.rank, default=None)

@@ -44,10 +44,15 @@ def create(name: str, **parameters: Any) -> Scheduler:
             raise ValueError(f"scheduler {name!r} has no parameter {key!r}; {_nearest_first(key, valid)}")
     try:
         scheduler = policy(**parameters)
-    except TypeError as error:
-        raise ValueError(f"scheduler {name!r} cannot be made with {parameters!r}: {error}") from error
-    if not callable(getattr(scheduler, "schedule", None)):
-        raise ValueError(f"scheduler {name!r} makes {scheduler!r}, which has no method schedule(view)")
+    except ValueError:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"scheduler {name!r} cannot be made with {parameters!r}: {what}") from error
+    for method in ("schedule(view)", "on_arrival(request)", "on_step(record)", "on_finish(request)"):
+        if not callable(getattr(scheduler, method.partition("(")[0], None)):
+            hint = "a subclass of research_engine.engine.contract.Scheduler has the events"
+            raise ValueError(f"scheduler {name!r} makes {scheduler!r}, which has no method {method}; {hint}")
     return scheduler
 
 

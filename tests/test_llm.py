@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
 import pytest
 
 from research_engine import LLM, SamplingParams
+from research_engine.engine.errors import PolicyError
 from research_engine.options import OptionError
 from tests.models.tiny_llama import make_reference, saved
 
@@ -261,6 +263,51 @@ def test_a_refused_prompt_raises_before_anything_runs_and_leaves_nothing_behind(
     assert len(llm.generate("good", SamplingParams(max_tokens=3), use_tqdm=False)[0].outputs[0].token_ids) == 3
 
 
+@pytest.mark.parametrize("bad", [None, 42])
+def test_what_is_no_prompt_and_no_list_is_refused(bad, llm):
+    for call in (llm.generate, llm.chat):
+        with pytest.raises(ValueError, match="or a list of them"):
+            call(bad, use_tqdm=False)
+
+
+def test_text_that_is_no_unicode_is_refused(llm):
+    with pytest.raises(ValueError, match="no valid Unicode"):
+        llm.generate("\ud800", use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        SamplingParams(min_tokens=5, stop_token_ids=range(259), max_tokens=8),
+        SamplingParams(repetition_penalty=1e-50, max_tokens=8),
+        SamplingParams(repetition_penalty=1e300, max_tokens=8, temperature=0),
+    ],
+    ids=["nothing left to draw", "penalty to infinity", "penalty to nothing"],
+)
+def test_no_parameters_of_one_request_end_the_others_of_its_batch(poison, llm):
+    """A failing executor ends every live request, so what could make it fail is refused, or does not fail."""
+    (other,) = llm.engine.add_request("other", [1, 2, 3], SamplingParams(temperature=0, max_tokens=4))
+    with contextlib.suppress(ValueError):
+        llm.generate("abc", poison, use_tqdm=False)
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    assert other.finish_reason in ("length", "stop")
+    assert all_blocks_free(llm)
+
+
+@pytest.mark.parametrize("event", ["on_arrival", "on_finish"])
+def test_a_policy_that_fails_in_an_event_leaves_no_request_behind(event, monkeypatch):
+    llm = make_llm()
+
+    def fail(request):
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(llm.engine.scheduler, event, fail, raising=False)
+    with pytest.raises(PolicyError, match=f"{event} raised RuntimeError: boom"):
+        llm.generate(PROMPTS, SamplingParams(max_tokens=3), use_tqdm=False)
+    assert all_blocks_free(llm)
+
+
 def test_parameters_must_be_one_or_one_for_each_prompt(llm):
     with pytest.raises(ValueError, match="2 sampling_params for 3 prompts"):
         llm.generate(["a", "b", "c"], [SamplingParams()] * 2, use_tqdm=False)
@@ -333,6 +380,13 @@ def test_after_shutdown_nothing_runs():
         ({"num_blocks": None, "kv_cache_memory": 1e-7}, "one block of 16 tokens takes"),
         ({"kv_cache_memory": -1.0}, "kv_cache_memory = -1.0"),
         ({"swap_space": -1.0}, "swap_space = -1.0"),
+        ({"swap_space": "4"}, "swap_space = '4': must be a number"),
+        ({"swap_space": float("inf")}, "swap_space = inf"),
+        ({"num_blocks": 10**12}, "no memory for the KV cache of num_blocks = 1000000000000"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching = 'no': must be True or False"),
+        ({"seed": "x"}, "seed = 'x': must be an integer"),
+        ({"scheduler": 5}, "scheduler = 5: must be a text"),
+        ({"scheduler_params": None}, "scheduler_params = None: must be a mapping"),
         ({"scheduler_params": {"preemption": "swap"}}, "needs host blocks: set swap_space"),
     ],
 )

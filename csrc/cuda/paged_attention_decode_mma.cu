@@ -28,7 +28,9 @@
 //            (maximum in base 2, sum, then the values). The first 1,024 have to be zero at the first call
 //            and are zero after each.
 // Roofline   2 x keys x Hkv x D elements of 2 bytes; the products are 13 % of the tensor rate when memory is saturated (G <= 16).
-// Reached    not measured yet.
+// Reached    one H200, bf16, blocks of 16 (docs/performance.md): 4.28 TB/s at 128 x 4,096 tokens with 32/8 heads of 128, 4.44
+//            with 32/32; 14.1 us at 1 x 1,024, 5.0 of them an empty launch's. Geometric mean over 16 configurations 0.98 of
+//            FlashInfer 0.6.11, from 0.93 to 1.09.
 #include <algorithm>
 
 #include "mma.cuh"

@@ -247,13 +247,17 @@ def _file(settings: FileLengths, count: int, rng: np.random.Generator) -> Length
 
 
 def _rows(path: Path) -> Iterator[dict[str, object]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        if path.suffix == ".csv":
-            yield from csv.DictReader(file)
-        elif path.suffix == ".jsonl":
-            yield from (json.loads(line) for line in file if line.strip())
-        else:
-            raise WorkloadError(f"{path}: lengths are read from .csv and .jsonl files")
+    if path.suffix not in (".csv", ".jsonl"):
+        raise WorkloadError(f"{path}: lengths are read from .csv and .jsonl files")
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            lines = (json.loads(line) for line in file if line.strip())
+            for index, row in enumerate(csv.DictReader(file) if path.suffix == ".csv" else lines, 1):
+                if not isinstance(row, dict):
+                    raise WorkloadError(f"{path.name}, record {index}: {row!r} is no JSON object")
+                yield row
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
+        raise WorkloadError(f"{path}: cannot be read: {error}") from error
 
 
 def _numbers(row: dict[str, object], columns: tuple[str, str], where: str) -> tuple[int, int]:

@@ -133,7 +133,7 @@ def run(options: CpuBenchOptions) -> CpuBenchResult:
             agreement.append(_agreement(tokens[0], tokens[1]))
     finally:
         torch.set_num_threads(before)
-    machine = f"{_cpu_name()}, {threads} threads, torch {torch.__version__}, float32"
+    machine = f"{cpu_name()}, {threads} threads, torch {torch.__version__}, float32"
     return CpuBenchResult(sides[0][1], sides[1][1], agreement[-1], machine)
 
 
@@ -220,7 +220,8 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's model."""
     try:
         with open("/proc/cpuinfo") as lines:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

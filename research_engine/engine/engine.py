@@ -187,7 +187,7 @@ class Engine:
         name = type(self.scheduler).__name__
         try:
             plan = self.scheduler.schedule(view)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PolicyError(f"step {view.step}: {name}.schedule raised {type(error).__name__}: {error}") from error
         if not isinstance(plan, SchedulePlan):
             raise PolicyError(f"step {view.step}: {name}.schedule returned {plan!r}; it must return a SchedulePlan")
@@ -326,7 +326,7 @@ class Engine:
         """Call one of the policy's events; what it raises waits until the engine has done what it was about."""
         try:
             getattr(self.scheduler, event)(about)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             where = f"step {self.num_steps}: {type(self.scheduler).__name__}.{event}"
             self._event_error = self._event_error or PolicyError(f"{where} raised {type(error).__name__}: {error}")
             self._event_error.__cause__ = self._event_error.__cause__ or error

@@ -162,6 +162,8 @@ class KVCache:
         Raises:
             PlanError: a rule was broken, which the message names; nothing was changed.
         """
+        if type(plan.tokens) is not dict and isinstance(plan.tokens, Mapping):  # it might answer otherwise next time
+            plan = SchedulePlan(dict(plan.tokens.items()), plan.preempt)
         check_plan(plan, requests, self, self._config, step)
         batch, new_row = Batch(step, [], 0), tuple.__new__  # half the cost of calling a NamedTuple
         refs, size, append, row = self._refs, self.block_size, batch.rows.append, ScheduledRequest

@@ -67,8 +67,9 @@ def _check_preemptions(
 ) -> None:
     gone: set[str] = set()
     for preemption in plan.preempt:
-        if not isinstance(preemption, Preemption) or not isinstance(preemption.request_id, str):
-            rule = f"preempt holds {preemption!r}; it must hold Preemption(request_id, mode, reason)"
+        named = isinstance(preemption, Preemption) and isinstance(preemption.request_id, str)
+        if not named or not isinstance(preemption.reason, str):  # the reason goes into the records
+            rule = f"preempt holds {preemption!r}; it must hold Preemption(request_id, mode, reason), a text each"
             raise PlanError(rule, step=step)
         name, mode = preemption.request_id, preemption.mode
         request, rule = requests.get(name), ""

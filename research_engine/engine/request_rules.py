@@ -45,6 +45,10 @@ def check_request(request_id: str, prompt: Sequence[int], sampling: SamplingPara
             size = config.vocab_size
             top = f"{size - 1} (vocabulary of {size})" if size else "the vocabulary's size"
             raise refused(f"{name} holds token id {bad}; ids go from 0 to {top}")
+    if sampling.min_tokens and config.vocab_size:  # one whose logits are all masked would take its whole batch down
+        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else config.eos_token_ids)}
+        if len(stops) >= config.vocab_size:
+            raise refused(f"min_tokens = {sampling.min_tokens} leaves nothing to draw: every token is a stop token")
     room = limit - len(prompt)
     max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
     slots = len(prompt) + max_tokens - 1  # the last token is never computed

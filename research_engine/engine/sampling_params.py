@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -59,10 +60,18 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} = {getattr(self, name)!r}: must be True or False")
+        try:
+            stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+            stop_token_ids = tuple(self.stop_token_ids or ())
+            logit_bias = {operator.index(k): float(v) for k, v in dict(self.logit_bias or {}).items()}
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"stop, stop_token_ids: lists; logit_bias: token ids -> numbers; {error}") from error
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
+        object.__setattr__(self, "logit_bias", logit_bias)
         self._integer("n", 1, 128)
         self._number("temperature", 0.0, math.inf)
         self._integer("top_k", -1, None)

@@ -107,7 +107,8 @@ def _change_logits(row: torch.Tensor, request: Request) -> None:
     if params.repetition_penalty != 1.0:
         seen = torch.from_numpy(np.unique(np.array(request.token_ids, dtype=np.int64))).to(device)
         values = row[seen]
-        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        values = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        row[seen] = values.nan_to_num_()  # an extreme penalty leaves float32's range, which is no reason to fail
     if (params.presence_penalty or params.frequency_penalty) and request.num_output_tokens:
         output = np.array(request.output_token_ids, dtype=np.int64)
         tokens, counts = np.unique(output, return_counts=True)

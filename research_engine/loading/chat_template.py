@@ -28,7 +28,7 @@ class ChatTemplate:
         self._tokens = {name: token or "" for name, token in tokens.items()}
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError) as error:  # TypeError: it is no text
             raise ValueError(f"the chat template does not parse: {error}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:

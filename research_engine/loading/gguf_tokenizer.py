@@ -13,6 +13,16 @@ from research_engine.loading.errors import LoadError
 
 _CONTROL, _UNKNOWN, _USER_DEFINED = 3, 2, 4  # of tokenizer.ggml.token_type
 
+_KINDS: dict[str, tuple[type, ...]] = {  # of the keys of tokenizer.ggml; after a list, that of its items
+    "model": (str,),
+    "pre": (str,),
+    "tokens": (list, str),
+    "token_type": (list, int),
+    "merges": (list, str),
+    "scores": (list, float),
+    **dict.fromkeys((f"{name}_token_id" for name in ("unknown", "bos", "eos", "eot", "eom")), (int,)),
+}
+
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -45,6 +55,11 @@ def build_backend(metadata: Mapping[str, Any], location: str) -> tokenizers.Toke
     Raises:
         LoadError: a key is missing or malformed, or the model or pre-tokenizer is not supported.
     """
+    for name, wanted in _KINDS.items():
+        value = metadata.get(key := f"tokenizer.ggml.{name}")
+        items = value[:1] if isinstance(value, list) else ()  # arrays are of one type throughout
+        if value is not None and not (isinstance(value, wanted[0]) and all(isinstance(i, wanted[1:]) for i in items)):
+            raise LoadError(f"{location}: corrupt, {key} holds a {type(value).__name__} of another type than it should")
     tokens = metadata.get("tokenizer.ggml.tokens")
     kind = metadata.get("tokenizer.ggml.model")
     if not tokens or kind is None:

@@ -87,6 +87,6 @@ def _read_index(path: Path) -> dict[str, str]:
         placed = json.loads(path.read_text())["weight_map"]
         if not all(isinstance(name, str) and name == Path(name).name for name in placed.values()):
             raise TypeError("weight_map must map tensor names to file names in the same directory")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise LoadError(f"{path}: corrupt: {error!r}") from error
     return placed

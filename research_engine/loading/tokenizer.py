@@ -57,8 +57,15 @@ class Tokenizer:
         self._new_stream = decode_stream_factory(backend)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. ``add_special_tokens``: with the begin (and end) tokens the model was trained with."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of a text. ``add_special_tokens``: with the begin (and end) tokens the model was trained with.
+
+        Raises:
+            ValueError: the text holds a lone surrogate.
+        """
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise ValueError(f"{text!r} is no valid Unicode: {error}") from error
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

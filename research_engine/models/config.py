@@ -109,6 +109,8 @@ class ModelConfig:
                 f"got {len(self.rope_scaling.factors)}"
             )
         for token_id in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise ConfigError(f"special token id {token_id!r} must be an integer")
             if not 0 <= token_id < self.vocab_size:
                 raise ConfigError(f"special token id {token_id} lies outside the vocabulary of {self.vocab_size}")
 
@@ -142,11 +144,11 @@ class ModelConfig:
             ConfigError: a key is missing, or its value is one this project does not implement.
         """
         architectures = config.get("architectures") or []
-        if len(architectures) != 1:
+        if not isinstance(architectures, list) or len(architectures) != 1:
             raise ConfigError(f"config.json must name exactly one entry under 'architectures', got {architectures!r}")
         _refuse(config, "hidden_act", ("silu", "swish"), default="silu")
         if config.get("quantization_config"):
-            method = config["quantization_config"].get("quant_method", "an unnamed method")
+            method = _mapping(config, "quantization_config").get("quant_method", "an unnamed method")
             raise ConfigError(
                 f"weights quantized with {method} are not supported; use the float safetensors or a GGUF file"
             )
@@ -227,7 +229,7 @@ class ModelConfig:
         vocab_size = metadata.get("llama.vocab_size") or (len(tokens) if tokens else None)
         if vocab_size is None:
             raise ConfigError("the GGUF file gives neither llama.vocab_size nor tokenizer.ggml.tokens")
-        ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+        ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         return cls(
             architecture="LlamaForCausalLM",
             vocab_size=vocab_size,
@@ -243,7 +245,7 @@ class ModelConfig:
             rope_scaling=scaling,
             tie_word_embeddings=tied,
             bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-            eos_token_ids=tuple(dict.fromkeys(i for i in ends if i is not None)),
+            eos_token_ids=tuple(end for i, end in enumerate(ends) if end is not None and end not in ends[:i]),
         )
 
 
@@ -264,13 +266,21 @@ def _refuse(config: Mapping[str, Any], key: str, allowed: tuple[Any, ...], defau
         raise ConfigError(f"{key} must be one of {', '.join(map(str, allowed))}, got {value!r}")
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key} must be a mapping, got {value!r}")
+    return value
+
+
+def _ids(value: Any) -> tuple[Any, ...]:
+    """One id, a list of them or none; what they are is checked with the rest."""
+    return () if value is None else tuple(value) if isinstance(value, list) else (value,)
 
 
 def _rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parameters = _mapping(config, "rope_parameters") or _mapping(config, "rope_scaling")
     theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":

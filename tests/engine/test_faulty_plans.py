@@ -69,7 +69,7 @@ class Scripted(Scheduler):
         self.plan: Any = SchedulePlan()
 
     def schedule(self, view: EngineView) -> SchedulePlan:
-        if isinstance(self.plan, Exception):
+        if isinstance(self.plan, BaseException):
             raise self.plan
         return self.plan
 
@@ -111,6 +111,10 @@ BROKEN = {
         "request 'a': swapping it needs 2 host blocks, 1 are free of num_host_blocks = 1",
     ),
     "no preemption": (SchedulePlan({}, ["a"]), "preempt holds 'a'; it must hold Preemption(request_id, mode, reason)"),
+    "a reason that cannot be written": (
+        SchedulePlan({}, [Preemption("a", "recompute", 5)]),
+        "it must hold Preemption(request_id, mode, reason)",
+    ),
     "tokens a list": (SchedulePlan(["a"]), "tokens is ['a']; it must map request ids to numbers of tokens"),
     "preempt a generator": (SchedulePlan({}, (p for p in ())), "it must be a list or tuple of Preemption"),
 }
@@ -136,6 +140,7 @@ def test_each_rule_has_its_message(engine, case):
     ("plan", "message"),
     [
         (KeyError("x"), "step 1: Scripted.schedule raised KeyError: 'x'"),
+        (SystemExit(0), "step 1: Scripted.schedule raised SystemExit: 0"),
         (None, "step 1: Scripted.schedule returned None; it must return a SchedulePlan"),
         ({"a": 1}, "returned {'a': 1}; it must return a SchedulePlan"),
     ],
@@ -146,8 +151,26 @@ def test_a_policy_that_raises_or_returns_no_plan_is_named(engine, plan, message)
     with pytest.raises(PolicyError) as caught:
         engine.step()
     assert message in str(caught.value)
-    assert caught.value.__cause__ is (plan if isinstance(plan, Exception) else None)
+    assert caught.value.__cause__ is (plan if isinstance(plan, BaseException) else None)
     assert snapshot(engine) == before
+
+
+def test_a_plan_is_read_once(engine):
+    """A mapping that answers otherwise after it was checked changes nothing that was not checked."""
+
+    class Fickle(dict[str, int]):
+        asked = 0
+
+        def items(self):  # type: ignore[no-untyped-def,override]
+            self.asked += 1
+            return {"a": 1}.items() if self.asked == 1 else {"a": 1000}.items()
+
+    engine.scheduler.plan = SchedulePlan(Fickle(a=1))
+    engine.step()
+    assert list(engine.records.steps[-1].num_tokens) == [1]
+    engine.scheduler = FCFS()
+    drain(engine)
+    assert_empty(engine)
 
 
 class Listener(FCFS):

@@ -48,6 +48,11 @@ def test_a_sampling_parameter_out_of_range_is_refused_by_name_and_value(field, b
         ({"logit_bias": {3: 101.0}}, r"logit_bias\[3\] = 101.0"),
         ({"logit_bias": {-3: 1.0}}, r"logit_bias\[-3\]"),
         ({"logit_bias": {3: math.nan}}, r"logit_bias\[3\] = nan"),
+        ({"logit_bias": {1.7: 1.0}}, "token ids"),
+        ({"logit_bias": [1]}, "token ids"),
+        ({"stop": 5}, "lists"),
+        ({"stop_token_ids": 5}, "lists"),
+        ({"ignore_eos": "no"}, "ignore_eos = 'no': must be True or False"),
     ],
 )
 def test_parameters_that_contradict_each_other_or_hold_odd_values_are_refused(parameters, message):

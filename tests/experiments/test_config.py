@@ -176,3 +176,10 @@ def test_what_ships_is_valid_and_described(name: str) -> None:
     assert experiment.description
     assert cells
     assert yaml.safe_load(available()[name].read_text())["baseline"]
+
+
+@pytest.mark.parametrize(("stem", "name"), [("mine", "mine"), ("my été 2", "my-t-2"), ("实验", "experiment")])
+def test_an_experiment_without_a_name_takes_one_from_its_file(stem: str, name: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{stem}.yaml"
+    path.write_text("base: {model: 'dummy:tiny'}\n")
+    assert load_experiment(str(path))[0].name == name

@@ -167,6 +167,11 @@ def test_list_names_what_ships(capsys: pytest.CaptureFixture[str]) -> None:
     assert "quickstart" in capsys.readouterr().out
 
 
+def test_options_may_stand_between_the_settings(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(file), "--out", str(tmp_path / "run"), "seeds=[7]", "--dry-run", "scheduler=fcfs"]) == 0
+    assert "seed 7" in capsys.readouterr().out
+
+
 def test_dry_run_prints_the_trials_and_makes_nothing(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -242,3 +247,27 @@ def test_ctrl_c_keeps_finished_trials_and_says_how_to_go_on(tmp_path: Path) -> N
     assert f"--out {tmp_path / 'run'}" in rest
     assert [path.name.split("-")[0] for path in (tmp_path / "run" / "trials").iterdir()] == ["fcfs"]
     assert not list(tmp_path.rglob(".*"))
+
+
+def test_two_processes_do_not_run_into_one_directory(file: Path, tmp_path: Path) -> None:
+    with storage.sole_writer(tmp_path / "run"), pytest.raises(ConfigError, match="another process runs there"):
+        run(file, tmp_path / "run", StubBackend())
+    run(file, tmp_path / "run", StubBackend())
+
+
+def test_what_a_killed_process_left_half_written_is_cleared(file: Path, tmp_path: Path) -> None:
+    run(file, tmp_path / "run", StubBackend())
+    trials = tmp_path / "run" / "trials"
+    finished = sorted(trials.iterdir())
+    (trials / f".{finished[0].name}-abcd").mkdir()
+    assert run(file, tmp_path / "run", StubBackend()).reused == len(finished)
+    assert sorted(trials.iterdir()) == finished
+
+
+def test_an_output_directory_that_cannot_be_made_ends_with_code_2(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").write_text("")
+    assert main([str(file), "--out", str(tmp_path / "taken")]) == 2
+    assert "File exists" in capsys.readouterr().err
+    assert (tmp_path / "taken").is_file()

@@ -241,3 +241,19 @@ def test_public_length_traces_are_read() -> None:
     ).samples
     assert np.mean([s.prompt_tokens for s in samples]) == pytest.approx(235.6, abs=0.05)
     assert np.mean([s.output_tokens for s in samples]) == pytest.approx(217.4, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("a.jsonl", b"{bad", "cannot be read"),
+        ("b.jsonl", b"[1, 2]", r"record 1: \[1, 2\] is no JSON object"),
+        ("c.csv", b"prompt_tokens,output_tokens\n\xff,3\n", "cannot be read"),
+        ("d.txt", b"", ".csv and .jsonl"),
+    ],
+)
+def test_a_file_of_lengths_that_cannot_be_read_is_named(name: str, content: bytes, named: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    settings = FileLengths(source="file", path=str(tmp_path / name))
+    with pytest.raises(WorkloadError, match=named):
+        draw_lengths(settings, 1, np.random.default_rng(0), None)

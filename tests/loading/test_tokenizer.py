@@ -129,6 +129,9 @@ def test_a_sentencepiece_stream_adds_up_to_the_whole(ids: list[int], skip: bool)
         ),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["a z"]}, "merge 'a z' names a token outside"),
         ({"tokenizer.ggml.model": "gpt2"}, "lacks tokenizer.ggml.merges"),
+        ({"tokenizer.ggml.tokens": 1.5}, "tokenizer.ggml.tokens holds a float"),
+        ({"tokenizer.ggml.merges": [1, 2]}, "tokenizer.ggml.merges holds a list"),
+        ({"tokenizer.ggml.pre": 0}, "tokenizer.ggml.pre holds a int"),
     ],
 )
 def test_what_a_file_lacks_or_contradicts_is_named(changes: dict[str, Any], named: str) -> None:

@@ -60,6 +60,11 @@ def test_end_tokens_of_the_generation_config_win() -> None:
         ({"quantization_config": {"quant_method": "awq"}}, "quantized with awq"),
         ({"eos_token_id": 199}, "id 199 lies outside the vocabulary of 199"),
         ({"architectures": []}, "architectures"),
+        ({"architectures": {"a": 1}}, "architectures"),
+        ({"eos_token_id": [None]}, "special token id None must be an integer"),
+        ({"eos_token_id": 1.5}, "special token id 1.5 must be an integer"),
+        ({"rope_parameters": "linear"}, "rope_parameters must be a mapping, got 'linear'"),
+        ({"quantization_config": "awq"}, "quantization_config must be a mapping, got 'awq'"),
         ({"pretraining_tp": 2}, "pretraining_tp must be 1, got 2"),
     ],
 )

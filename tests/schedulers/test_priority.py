@@ -108,6 +108,18 @@ def test_the_lowest_of_the_running_gives_way():
     assert_empty(engine)
 
 
+def test_an_equal_at_the_end_of_the_ranks_does_not_shield_one_of_lower_priority():
+    """Ageing ranks a late urgent request below an old one of lower priority; only the latter may be preempted."""
+    engine = make_engine(Priority(ageing=10.0), max_num_seqs=2)
+    for name, arrival, level in (("lower", 16.0, 1), ("equal", 30.0, 0)):
+        engine.add_request(name, range(4), greedy(9), arrival_time=arrival, priority=level)
+        engine.step()
+    engine.add_request("urgent", range(50, 54), greedy(2), arrival_time=20.0, priority=0)
+    engine.step()
+    assert [p.request_id for p in engine.records.steps[-1].preemptions] == ["lower"]
+    drain(engine)
+
+
 def wait_of_the_least_urgent(ageing: float, horizon: int) -> float | None:
     """A new urgent request in every second, each of which takes one; when is that of priority 10 first served?"""
     clock = ManualClock()

@@ -40,6 +40,15 @@ class Bare:
 
 class NoScheduler:
     pass
+
+
+class NoEvents:
+    def schedule(self, view): ...
+
+
+class Failing:
+    def __init__(self):
+        raise RuntimeError("boom")
 '''
 
 
@@ -89,6 +98,8 @@ def test_a_class_with_the_bare_contract_will_do(file):
         ("{file}:ShortestLast", {}, r"has no class 'ShortestLast'; valid ones, nearest first: ShortestFirst"),
         ("{file}:ShortestFirst", {"longst": 1}, r"nearest first: longest"),
         ("{file}:NoScheduler", {}, r"which has no method schedule\(view\)"),
+        ("{file}:NoEvents", {}, r"which has no method on_arrival\(request\); a subclass of .*Scheduler has the events"),
+        ("{file}:Failing", {}, r"cannot be made with {}: RuntimeError: boom"),
         ("{file}:Bare", {"x": 1}, r"has no parameter 'x'; it takes none"),
         ("no/such/file.py:X", {}, r"no file 'no/such/file.py' to take the scheduler 'X' from"),
     ],

@@ -1,0 +1,397 @@
+"""Inputs of each op that the kernels' benchmark times, the check of its results, and the same by other means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn import functional
+
+from research_engine import kernels
+from research_engine.bench import kernel_peers
+from research_engine.bench.kernel_peers import AttentionInputs
+from research_engine.bench.kernel_timing import Results, Run
+from research_engine.kernels import reference
+
+Sizes = Mapping[str, int]  # of a shape, by the names of the op's form
+
+SAMPLED_ROWS = 64  # of an op whose rows the oracle computes quickly
+SAMPLED_QUERIES = 3  # rows of attention
+# Relative error of a row: a few times the rounding of results, and of attention's probabilities, to the dtype.
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and with what a problem is made."""
+
+    device: torch.device
+    dtype: torch.dtype
+    path: str
+    seed: int = 0
+
+    def generator(self) -> torch.Generator:
+        """A fresh one of this setting's device and seed."""
+        return torch.Generator(self.device).manual_seed(self.seed)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One case, ready to run.
+
+    Attributes:
+        run: the project's kernel; returns its results, which may be arguments that it changed.
+        reset: restores what `run` changed and fills what it writes with NaN, before a run that is checked.
+        error: largest relative error of sampled rows of such results against the float64 oracle.
+        tolerance: what that error may be.
+        peers: makers of the same by other means, by name.
+        capturable: whether it can be a CUDA graph.
+    """
+
+    run: Run
+    reset: Callable[[], None]
+    error: Callable[[Results], float]
+    tolerance: float
+    peers: Mapping[str, Callable[[], Run]] = field(default_factory=dict)
+    capturable: bool = True
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest, over rows along the last dimension, of `|actual - expected| / |expected|` in Euclidean norms."""
+    difference = (actual.double() - expected.double()).norm(dim=-1)
+    return float((difference / expected.double().norm(dim=-1).clamp_min(1e-30)).max())
+
+
+def sample(count: int, limit: int, setting: Setting) -> torch.Tensor:
+    """At most `limit` of `[0, count)` on the device, ascending: the first, the last, and random ones between."""
+    if count <= limit:
+        return torch.arange(count, device=setting.device)
+    between = torch.randperm(count - 2, device=setting.device, generator=setting.generator())[: limit - 2] + 1
+    return torch.cat((between, torch.tensor([0, count - 1], device=setting.device))).sort().values
+
+
+def make_attention(sizes: Sizes, setting: Setting) -> Problem:
+    """Requests of one length over a cache whose blocks lie in random order."""
+    batch, queries, keys, head_size = sizes["B"], sizes.get("q", 1), sizes["L"], sizes["D"]
+    device, random = setting.device, setting.generator()
+    per_request = -(-keys // sizes["block"])
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=setting.dtype, device=device, generator=random)
+
+    cache_shape = (batch * per_request, sizes["Hkv"], sizes["block"], head_size)
+    blocks = torch.randperm(cache_shape[0], dtype=torch.int32, device=device, generator=random)
+    inputs = AttentionInputs(
+        query=normal(batch * queries, sizes["Hq"], head_size),
+        key_cache=normal(*cache_shape),
+        value_cache=normal(*cache_shape),
+        block_tables=blocks.view(batch, per_request),
+        query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=device) * queries,
+        seq_lens=torch.full((batch,), keys, dtype=torch.int32, device=device),
+        queries=queries,
+        keys=keys,
+        scale=head_size**-0.5,
+    )
+    out = torch.empty_like(inputs.query)
+    workspace = None
+    if device.type == "cuda":
+        size = kernels.paged_attention_workspace(
+            inputs.query,
+            inputs.key_cache,
+            inputs.block_tables,
+            path=setting.path,
+            max_query_len=queries,
+            max_seq_len=keys,
+        )
+        workspace = torch.zeros(size, dtype=torch.float32, device=device) if size else None
+    arguments = (
+        inputs.query, inputs.key_cache, inputs.value_cache, inputs.block_tables, inputs.query_start_loc,
+        inputs.seq_lens,
+    )  # fmt: skip
+
+    def run() -> Results:
+        kernels.paged_attention(
+            *arguments,
+            scale=inputs.scale,
+            out=out,
+            path=setting.path,
+            workspace=workspace,
+            max_query_len=queries,
+            max_seq_len=keys,
+        )
+        return (out,)
+
+    rows = sample(batch * queries, SAMPLED_QUERIES, setting)
+    expected = _oracle_rows(inputs, rows)
+    return Problem(
+        run,
+        reset=lambda: _poison(out),
+        error=lambda results: relative_error(results[0].reshape(out.shape)[rows], expected),
+        tolerance=TOLERANCES[setting.dtype],
+        peers={
+            "torch": lambda: kernel_peers.sdpa(inputs),
+            "FlashInfer": lambda: kernel_peers.flashinfer(inputs),
+            "FlashAttention-3": lambda: kernel_peers.flash_attention_3(inputs),
+        },
+    )
+
+
+def _oracle_rows(inputs: AttentionInputs, rows: torch.Tensor) -> torch.Tensor:
+    """The oracle's result for some of the rows, each as a request of its own that ends where the row's sight does."""
+    requests, places = rows // inputs.queries, rows % inputs.queries
+    return reference.paged_attention(
+        inputs.query[rows],
+        inputs.key_cache,
+        inputs.value_cache,
+        inputs.block_tables[requests],
+        torch.arange(len(rows) + 1),
+        inputs.keys - inputs.queries + places + 1,
+        scale=inputs.scale,
+    )
+
+
+def _poison(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        tensor.fill_(float("nan"))
+
+
+def make_rms_norm(sizes: Sizes, setting: Setting) -> Problem:
+    """Rows of a residual stream."""
+    x, weight = _normals(setting, (sizes["T"], sizes["H"]), (sizes["H"],))
+    out, rows = torch.empty_like(x), sample(sizes["T"], SAMPLED_ROWS, setting)
+    expected = reference.rms_norm(x[rows], weight, EPS)
+
+    def run() -> Results:
+        kernels.rms_norm(x, weight, EPS, out=out)
+        return (out,)
+
+    def by_torch() -> Results:
+        return (functional.rms_norm(x, weight.shape, weight, EPS),)
+
+    return Problem(
+        run,
+        reset=lambda: _poison(out),
+        error=lambda results: relative_error(results[0][rows], expected),
+        tolerance=TOLERANCES[setting.dtype],
+        peers={"torch": lambda: by_torch},
+    )
+
+
+def make_fused_add_rms_norm(sizes: Sizes, setting: Setting) -> Problem:
+    """The same, with the addition before it; both arguments change at every run."""
+    shape = (sizes["T"], sizes["H"])
+    x, residual, weight = _normals(setting, shape, shape, shape[1:])
+    before, rows = (x.clone(), residual.clone()), sample(sizes["T"], SAMPLED_ROWS, setting)
+    normed, summed = x[rows], residual[rows]
+    reference.fused_add_rms_norm(normed, summed, weight, EPS)
+
+    def run() -> Results:
+        kernels.fused_add_rms_norm(x, residual, weight, EPS)
+        return x, residual
+
+    def by_torch() -> Results:
+        residual.add_(x)
+        return functional.rms_norm(residual, weight.shape, weight, EPS), residual
+
+    def reset() -> None:
+        x.copy_(before[0])
+        residual.copy_(before[1])
+
+    return Problem(
+        run,
+        reset,
+        error=lambda results: max(relative_error(results[0][rows], normed), relative_error(results[1][rows], summed)),
+        tolerance=TOLERANCES[setting.dtype],
+        peers={"torch": lambda: by_torch},
+    )
+
+
+def make_silu_and_mul(sizes: Sizes, setting: Setting) -> Problem:
+    """Gate and up of a feed-forward layer side by side."""
+    (x,) = _normals(setting, (sizes["T"], 2 * sizes["I"]))
+    out = torch.empty(sizes["T"], sizes["I"], dtype=setting.dtype, device=setting.device)
+    rows = sample(sizes["T"], SAMPLED_ROWS, setting)
+    expected = reference.silu_and_mul(x[rows])
+
+    def run() -> Results:
+        kernels.silu_and_mul(x, out=out)
+        return (out,)
+
+    def by_torch() -> Results:
+        gate, up = x.chunk(2, dim=-1)
+        return (functional.silu(gate) * up,)
+
+    return Problem(
+        run,
+        reset=lambda: _poison(out),
+        error=lambda results: relative_error(results[0][rows], expected),
+        tolerance=TOLERANCES[setting.dtype],
+        peers={"torch": lambda: by_torch},
+    )
+
+
+def make_rotary_embedding(sizes: Sizes, setting: Setting) -> Problem:
+    """Whole heads, at random positions; queries and keys change at every run."""
+    tokens, head_size, max_position = sizes["T"], sizes["D"], 8192
+    query, key = _normals(setting, (tokens, sizes["Hq"], head_size), (tokens, sizes["Hkv"], head_size))
+    before, rows = (query.clone(), key.clone()), sample(tokens, SAMPLED_ROWS, setting)
+    positions = torch.randint(max_position, (tokens,), device=setting.device, generator=setting.generator())
+    frequencies = 10_000.0 ** -(torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
+    angles = torch.arange(max_position, dtype=torch.float64)[:, None] * frequencies
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1).float().to(setting.device)
+    expected = query[rows], key[rows]
+    reference.rotary_embedding(positions[rows], expected[0], expected[1], cos_sin)
+
+    def run() -> Results:
+        kernels.rotary_embedding(positions, query, key, cos_sin)
+        return query, key
+
+    def by_torch() -> Results:
+        cosines, sines = cos_sin[positions][:, None].chunk(2, dim=-1)
+        rotated = []
+        for heads in (query, key):
+            a, b = heads.chunk(2, dim=-1)
+            rotated.append(torch.cat((a * cosines - b * sines, b * cosines + a * sines), dim=-1).to(heads.dtype))
+        return tuple(rotated)
+
+    def reset() -> None:
+        query.copy_(before[0])
+        key.copy_(before[1])
+
+    return Problem(
+        run,
+        reset,
+        error=lambda results: max(
+            relative_error(result[rows], wanted) for result, wanted in zip(results, expected, strict=True)
+        ),
+        tolerance=TOLERANCES[setting.dtype],
+        peers={"torch": lambda: by_torch},
+    )
+
+
+def make_reshape_and_cache(sizes: Sizes, setting: Setting) -> Problem:
+    """Every token into a slot of its own, in random order, in a cache of some twice as many slots."""
+    tokens, block_size = sizes["T"], sizes["block"]
+    shape = (tokens, sizes["Hkv"], sizes["D"])
+    key, value = _normals(setting, shape, shape)
+    cache_shape = (-(-2 * tokens // block_size), sizes["Hkv"], block_size, sizes["D"])
+    key_cache = torch.empty(cache_shape, dtype=setting.dtype, device=setting.device)
+    value_cache = torch.empty_like(key_cache)
+    order = torch.randperm(cache_shape[0] * block_size, device=setting.device, generator=setting.generator())
+    slots, rows = order[:tokens].contiguous(), sample(tokens, SAMPLED_ROWS, setting)
+    some_keys, some_values = key[rows].cpu(), value[rows].cpu()
+    keys, values = torch.empty_like(some_keys)[:, :, None], torch.empty_like(some_values)[:, :, None]  # blocks of one
+    reference.reshape_and_cache(some_keys, some_values, keys, values, torch.arange(len(rows)))
+    block, offset = slots // block_size, slots % block_size
+
+    def run() -> Results:
+        kernels.reshape_and_cache(key, value, key_cache, value_cache, slots)
+        return key_cache, value_cache
+
+    def by_torch() -> Results:
+        key_cache[block, :, offset] = key
+        value_cache[block, :, offset] = value
+        return key_cache, value_cache
+
+    def error(results: Results) -> float:
+        return max(
+            relative_error(cache[block[rows], :, offset[rows]].cpu(), wanted[:, :, 0])
+            for cache, wanted in zip(results, (keys, values), strict=True)
+        )
+
+    return Problem(
+        run,
+        reset=lambda: _poison(key_cache, value_cache),
+        error=error,
+        tolerance=0.0,
+        peers={"torch": lambda: by_torch},
+    )
+
+
+def make_copy_blocks(sizes: Sizes, setting: Setting) -> Problem:
+    """Half of a cache's blocks onto the other half, in random order."""
+    pairs_count = sizes["P"]
+    (cache,) = _normals(setting, _cache_shape(sizes, 2 * pairs_count))
+    order = torch.randperm(2 * pairs_count, device=setting.device, generator=setting.generator())
+    sources, destinations = order[:pairs_count].contiguous(), order[pairs_count:].contiguous()
+    pairs = torch.stack((sources, destinations), dim=1)
+
+    def run() -> Results:
+        kernels.copy_blocks(cache, pairs)
+        return (cache,)
+
+    def by_torch() -> Results:
+        cache[:, :, destinations] = cache[:, :, sources]
+        return (cache,)
+
+    return Problem(
+        run,
+        reset=lambda: _fill_blocks(cache, destinations),
+        error=_moved_blocks(cache, pairs, setting),
+        tolerance=0.0,
+        peers={"torch": lambda: by_torch},
+    )
+
+
+def make_swap_blocks(sizes: Sizes, setting: Setting) -> Problem:
+    """All blocks of one cache to random places of another, from the GPU to pinned host memory or back.
+
+    On the CPU both are ordinary memory.
+    """
+    shape, on_gpu = _cache_shape(sizes, sizes["P"]), setting.device.type == "cuda"
+    (at_device,) = _normals(setting, shape)
+    at_host = torch.zeros(shape, dtype=setting.dtype, pin_memory=on_gpu)
+    inward = setting.path == "in"
+    if inward:
+        at_host.copy_(at_device)
+    source, destination = (at_host, at_device) if inward else (at_device, at_host)
+    order = torch.randperm(sizes["P"], device=setting.device, generator=setting.generator()).cpu()
+    pairs = torch.stack((torch.arange(sizes["P"]), order), dim=1)
+    places = order.to(destination.device)
+
+    def run() -> Results:
+        kernels.swap_blocks(source, destination, pairs)
+        return (destination,)
+
+    def by_torch() -> Results:
+        destination[:, :, places] = source.to(destination.device)
+        return (destination,)
+
+    return Problem(
+        run,
+        reset=lambda: _poison(destination),
+        error=_moved_blocks(source, pairs, setting),
+        tolerance=0.0,
+        peers={"torch": lambda: by_torch},
+        capturable=False,
+    )
+
+
+def _moved_blocks(source: torch.Tensor, pairs: torch.Tensor, setting: Setting) -> Callable[[Results], float]:
+    """The error of a destination whose blocks should be those of `source`, some pairs compared."""
+    some = pairs[sample(len(pairs), SAMPLED_ROWS, setting).to(pairs.device)].cpu()
+    layers, sides, _, *block = source.shape
+    expected = torch.empty(layers, sides, len(some), *block, dtype=source.dtype)
+    numbered = torch.stack((some[:, 0], torch.arange(len(some))), dim=1)
+    reference.swap_blocks(source, expected, numbered)
+
+    def error(results: Results) -> float:
+        (destination,) = results
+        return relative_error(destination[:, :, some[:, 1].to(destination.device)].cpu(), expected)
+
+    return error
+
+
+def _fill_blocks(cache: torch.Tensor, blocks: torch.Tensor) -> None:
+    cache[:, :, blocks] = float("nan")
+
+
+def _cache_shape(sizes: Sizes, num_blocks: int) -> tuple[int, ...]:
+    return sizes["layers"], 2, num_blocks, sizes["Hkv"], sizes["block"], sizes["D"]
+
+
+def _normals(setting: Setting, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    random = setting.generator()
+    return [torch.randn(shape, dtype=setting.dtype, device=setting.device, generator=random) for shape in shapes]

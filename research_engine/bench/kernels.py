@@ -1,0 +1,239 @@
+"""`research-engine bench kernels`: times the ops against the machine's roofline and other libraries, in one run.
+
+Each case is checked before it is timed: sampled rows against the float64 oracle, on the very callable (a CUDA graph's
+replay, where there is one) that is timed then. A kernel that is wrong is not timed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from rich.console import Console
+
+from research_engine.bench.cpu import cpu_name
+from research_engine.bench.kernel_ops import OPS, Op, Work
+from research_engine.bench.kernel_problems import Problem, Setting
+from research_engine.bench.kernel_report import (
+    OURS,
+    Case,
+    KernelBenchResult,
+    Measurement,
+    print_report,
+    write_csv,
+    write_plot,
+)
+from research_engine.bench.kernel_timing import CpuTimer, CudaTimer, Run, Timer, measure_ceilings
+from research_engine.kernels import build_info
+from research_engine.kernels._checks import CPU_DTYPES, CUDA_DTYPES
+
+DEVICES = ("auto", "cuda", "cpu")
+
+
+@dataclass(frozen=True)
+class KernelBenchOptions:
+    """What to measure.
+
+    Args:
+        op: which ops; all when none is given.
+        shape: which shapes of one op, like 128x4096:32/8/128:16; without, a set of the op's own (small on a CPU).
+        path: which kernels of an op that has several, side by side.
+        dtype: bfloat16, float16 (CUDA alone) or float32.
+        device: auto takes CUDA where there is a GPU.
+        repeats: timed runs of each case.
+        seed: of inputs and of the order of blocks.
+        compare: time FlashInfer and FlashAttention-3 (as vLLM ships it), too, where they can be imported; torch is
+            timed always.
+        out: directory that kernels.csv and roofline.png are written to.
+    """
+
+    op: tuple[str, ...] = ()
+    shape: tuple[str, ...] = ()
+    path: tuple[str, ...] = ()
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    repeats: int = 20
+    seed: int = 0
+    compare: bool = False
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.op:
+            choose("op", name, OPS)
+        choose("device", self.device, DEVICES)
+        if self.repeats < 1:
+            raise ValueError(f"repeats = {self.repeats}: must be >= 1")
+        if self.shape and len(self.op) != 1:
+            forms = "; ".join(f"{name} {op.form}" for name, op in OPS.items())
+            raise ValueError(f"shape = {' '.join(self.shape)}: needs one op to belong to. Forms: {forms}")
+
+
+def main(options: Annotated[KernelBenchOptions, tyro.conf.arg(name="")]) -> int:
+    """Time kernels: medians, spread, share of the measured roofline, and other libraries beside them.
+
+    Args:
+        options: what to measure.
+    """
+    console = Console()
+    if options.out is not None:
+        make_directory(options.out)
+    with console.status("") as status:
+        result = run(options, status.update)
+    print_report(result, console)
+    if options.out is not None:
+        console.print(f"wrote {write_csv(result, options.out / 'kernels.csv')}")
+        plot = write_plot(result, options.out / "roofline.png")
+        console.print(f"wrote {plot}" if plot else "no roofline plot: nothing that computes was timed")
+    return result.exit_code
+
+
+def make_directory(path: Path) -> None:
+    """Make it, unless it is there.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out = {path}: it cannot be made a directory ({error.strerror})") from None
+
+
+def choose(kind: str, name: str, valid: Iterable[str]) -> str:
+    """The name, if it is one of the valid ones.
+
+    Raises:
+        ValueError: it is not; the message has them all, nearest first.
+    """
+    names = list(valid)
+    if name not in names:
+        names.sort(key=lambda other: -difflib.SequenceMatcher(None, name, other).ratio())
+        raise ValueError(f"{kind} {name!r}: one of {', '.join(names)}")
+    return name
+
+
+def choose_device(options: KernelBenchOptions) -> torch.device:
+    """The device that is asked for.
+
+    Raises:
+        ValueError: it is not there, or its kernels do not take the dtype.
+    """
+    usable = torch.cuda.is_available() and build_info()["built_with_cuda"]
+    if options.device == "cuda" and not usable:
+        why = "the kernels were built without CUDA" if torch.cuda.is_available() else "torch finds no CUDA device"
+        raise ValueError(f"device 'cuda': {why}; `research-engine doctor` shows more")
+    device = torch.device("cuda" if usable and options.device != "cpu" else "cpu")
+    dtypes = CUDA_DTYPES if device.type == "cuda" else CPU_DTYPES
+    choose(f"on {device.type}, dtype", options.dtype, [str(dtype).removeprefix("torch.") for dtype in dtypes])
+    return device
+
+
+def choose_cases(options: KernelBenchOptions, device: torch.device) -> list[Case]:
+    """The cases that the options mean on this device.
+
+    Raises:
+        ValueError: a path or shape that does not fit its op.
+    """
+    cases = []
+    for name in options.op or tuple(OPS):
+        op = OPS[name]
+        paths = op.cuda_paths if device.type == "cuda" else op.cpu_paths
+        for path in options.path:
+            choose(f"path of {name} on {device.type}", path, paths)
+        shapes = options.shape or (op.cuda_shapes if device.type == "cuda" else op.cpu_shapes)
+        chosen = options.path or (paths if op.all_paths else paths[:1])
+        cases += [Case(name, op.parse(shape), path) for shape in shapes for path in chosen]
+    return cases
+
+
+def needed_ceilings(cases: Iterable[Case]) -> set[str]:
+    """Names of the ceilings that these cases are measured against."""
+    needed = {"launch"}
+    for case in cases:
+        op = OPS[case.op]
+        needed.add(op.work(case.sizes, 1, case.path).bandwidth)
+        if op.has_product:
+            needed.add("product")
+    return needed
+
+
+def run(options: KernelBenchOptions, on_progress: Callable[[str], None] = lambda text: None) -> KernelBenchResult:
+    """Measure the ceilings, then case by case.
+
+    Raises:
+        ValueError: options that name no op, path, shape or device that is there.
+    """
+    device = choose_device(options)
+    cases = choose_cases(options, device)
+    dtype = getattr(torch, options.dtype)
+    timer: Timer = CudaTimer() if device.type == "cuda" else CpuTimer()
+    on_progress("ceilings")
+    ceilings = measure_ceilings(needed_ceilings(cases), timer, device, dtype, options.repeats)
+    measurements: list[Measurement] = []
+    not_run = len(cases)
+    for case in cases:
+        on_progress(f"{case.op} {case.shape} {case.path}")
+        measurements += measure_case(case, Setting(device, dtype, case.path, options.seed), options, timer)
+        not_run -= 1
+        if not timer.clear():
+            break
+    return KernelBenchResult(ceilings, device_name(device), options.dtype, options.repeats, measurements, not_run)
+
+
+def measure_case(case: Case, setting: Setting, options: KernelBenchOptions, timer: Timer) -> list[Measurement]:
+    """The project's kernel, then, if that is right, its peers on the same inputs."""
+    op: Op = OPS[case.op]
+    work = op.work(case.sizes, setting.dtype.itemsize, case.path)
+    made: list[Problem] = []
+
+    def build() -> Run:
+        made.append(op.build(case.sizes, setting))
+        return made[0].run
+
+    measurements = [_measure(case, OURS, work, build, made, options.repeats, timer)]
+    if measurements[0].status == "ok":
+        for name, make in made[0].peers.items():
+            if name == "torch" or options.compare:
+                measurements.append(_measure(case, name, work, make, made, options.repeats, timer))
+    return measurements
+
+
+def _measure(
+    case: Case, name: str, work: Work, build: Callable[[], Run], made: list[Problem], repeats: int, timer: Timer
+) -> Measurement:
+    """Build, check, time. What a library raises is written down, whatever it is: the run goes on."""
+    error = float("nan")
+    try:
+        run = build()
+        problem = made[0]
+        prepared = timer.prepare(run, problem.capturable)
+        timer.synchronize()
+        problem.reset()
+        results = prepared()
+        timer.synchronize()
+        error = problem.error(results)
+        if not error <= problem.tolerance:  # a NaN is wrong, too
+            note = f"relative error {error:.3g} against the oracle, at most {problem.tolerance:g} is right: not timed"
+            return Measurement(case, name, work, "wrong", note, error, ())
+        seconds = tuple(timer.measure(prepared, repeats))
+    except Exception as raised:
+        if name == OURS and isinstance(raised, ImportError):
+            raise  # there are no kernels at all
+        refused = name != OURS or isinstance(raised, (ValueError, torch.OutOfMemoryError))
+        note = f"{type(raised).__name__}: {raised}".splitlines()[0]
+        return Measurement(case, name, work, "refused" if refused else "failed", note, error, ())
+    return Measurement(case, name, work, "ok", "", error, seconds)
+
+
+def device_name(device: torch.device) -> str:
+    """In words, with the version of torch."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name()
+    else:
+        name = f"{cpu_name()}, {torch.get_num_threads()} threads"
+    return f"{name}, torch {torch.__version__}"
