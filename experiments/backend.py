@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class Backend(Protocol):
     """Makes fresh engines for settings; `kind` is what tables call its results: real or simulated."""
 
-    kind: str
+    @property
+    def kind(self) -> str: ...
 
     def prepare(self, settings: TrialSettings) -> None:
         """Load what the settings need, if it is not what is loaded already."""
@@ -82,10 +83,12 @@ class RealBackend:
 
 def model_identity(settings: TrialSettings) -> tuple[object, ...]:
     """Settings with the same identity run on the same loaded model."""
-    return (settings.model, settings.device, settings.dtype, settings.load_format, _needs_no_tokenizer(settings))
+    simulated = (settings.executor, settings.gpu, settings.profile)
+    without = needs_no_tokenizer(settings)
+    return (settings.model, settings.device, settings.dtype, settings.load_format, without, *simulated)
 
 
-def _needs_no_tokenizer(settings: TrialSettings) -> bool:
+def needs_no_tokenizer(settings: TrialSettings) -> bool:
     from research_engine.loading.dummy import DUMMY_MODELS
 
     dummy = DUMMY_MODELS.get(settings.model)
@@ -96,5 +99,6 @@ def _needs_no_tokenizer(settings: TrialSettings) -> bool:
 def _options(settings: TrialSettings, seed: int = 0) -> EngineOptions:
     from research_engine.options import EngineOptions
 
-    own = settings.model_dump(exclude={"warmup_requests", "workload", "slo", "decision_log"})
-    return EngineOptions(**own, seed=seed, skip_tokenizer_init=_needs_no_tokenizer(settings))
+    exclude = {"warmup_requests", "workload", "slo", "decision_log", "executor", "gpu", "profile"}
+    own = settings.model_dump(exclude=exclude)
+    return EngineOptions(**own, seed=seed, skip_tokenizer_init=needs_no_tokenizer(settings))

@@ -38,6 +38,9 @@ class TrialSettings(Settings):
 
     Args:
         model ... enable_prefix_caching: see `research_engine.options.EngineOptions`; None takes its default.
+        executor: "simulated" computes nothing: steps take the time that a cost model gives them, on a virtual clock.
+        gpu: of a simulation: a sheet out of `simulation.gpu_sheet.available_sheets()`, or the path of a .json one.
+        profile: of a simulation: the path of a `simulation.profiled.Profile`; without one it is the roofline of `gpu`.
         warmup_requests: requests of the workload served and thrown away before a process's first trial of a model.
         workload: what arrives when.
         slo: for goodput; without one every completed request is good.
@@ -62,10 +65,23 @@ class TrialSettings(Settings):
     max_num_queued: int = Field(default=0, ge=0)
     reservation: Reservation = "paged"
     enable_prefix_caching: bool = True
+    executor: Literal["torch", "simulated"] = "torch"
+    gpu: str | None = None
+    profile: str | None = None
     warmup_requests: int = Field(default=4, ge=0)
     workload: WorkloadSettings = WorkloadSettings()
     slo: SLOSettings | None = None
     decision_log: bool = False
+
+    @model_validator(mode="after")
+    def _simulates_something(self) -> TrialSettings:
+        if self.executor == "torch" and (self.gpu or self.profile):
+            raise ValueError("gpu and profile describe a simulation; set executor: simulated, or leave them out")
+        if self.executor == "simulated" and not (self.gpu or self.profile):
+            raise ValueError(
+                "executor: simulated needs gpu (the name of a GPU sheet, such as h200) or profile, or both"
+            )
+        return self
 
 
 class Level(Settings):

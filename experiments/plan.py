@@ -16,6 +16,7 @@ from experiments.config import Cell, Experiment, TrialSettings
 ROOT = Path(__file__).resolve().parent.parent
 _CODE = (
     "research_engine/**/*.py",
+    "research_engine/simulation/gpus/*.json",
     "csrc/**/*.*",
     "schedulers/**/*.py",
     "experiments/*.py",
@@ -54,11 +55,14 @@ def trials_of(experiment: Experiment, cells: Sequence[Cell]) -> list[Trial]:
 
 
 def trial_key(settings: TrialSettings, seed: int) -> str:
-    """SHA-256 over the settings, the seed, the code, and the file of a policy that is taken from one."""
+    """SHA-256 over the settings, the seed, the code, and the files that settings name (policy, GPU sheet, profile)."""
     content = {"settings": settings.model_dump(mode="json"), "seed": seed, "code": code_version()}
     path, colon, _ = settings.scheduler.rpartition(":")
     if colon and path.endswith(".py"):
         content["policy"] = hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()
+    for name, file in (("gpu", settings.gpu), ("profile", settings.profile)):
+        if file and file.endswith(".json") and Path(file).is_file():
+            content[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

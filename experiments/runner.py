@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from experiments.analysis.tables import VERDICTS
-from experiments.backend import Backend, RealBackend, model_identity
+from experiments.backend import Backend, model_identity
+from experiments.chosen_backend import ChosenBackend
 from experiments.config import Cell, ConfigError, Experiment, TrialSettings
 from experiments.environment import environment, usable_cores
 from experiments.plan import Trial, code_version, trials_of
@@ -65,7 +66,7 @@ def run_experiment(
         experiment, cells: from `load_experiment`.
         directory: of the run; made if need be.
         console: for progress and messages.
-        backend: what trials run on; a RealBackend when None. Only with jobs == 1.
+        backend: what trials run on; as their settings say when None. Only with jobs == 1.
         jobs: processes at once.
 
     Raises:
@@ -85,7 +86,7 @@ def run_experiment(
             if missing and jobs > 1:
                 _run_parallel(missing, directory, report, console, jobs)
             elif missing:
-                _run_in_turn(missing, directory, report, console, backend or RealBackend())
+                _run_in_turn(missing, directory, report, console, backend or ChosenBackend())
     except InUseError as error:
         raise ConfigError(str(error)) from error
     except BaseException:
@@ -226,7 +227,7 @@ def _run_parallel(trials: Sequence[Trial], directory: Path, report: RunReport, c
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_worker_backend: RealBackend | None = None
+_worker_backend: ChosenBackend | None = None
 
 
 def _start_worker(threads: int) -> None:
@@ -238,7 +239,7 @@ def _start_worker(threads: int) -> None:
 def _work(trial: Trial, directory: Path) -> dict[str, Any]:
     global _worker_backend
     if _worker_backend is None:
-        _worker_backend = RealBackend(progress=False)
+        _worker_backend = ChosenBackend(progress=False)
     backend = _worker_backend
     backend.prepare(trial.settings)
     workload = make_workload(trial, backend)

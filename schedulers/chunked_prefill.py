@@ -37,7 +37,10 @@ class ChunkedPrefill(PolicyScheduler):
             else:
                 prompts.append(request)
         yield from prompts
-        yield from view.waiting
+        for request in view.waiting:
+            if self.admission_closed:  # saves a look at every request of a long queue
+                break
+            yield request
 
     def quota(self, request: Request, view: EngineView, budget: int) -> int:
         if not self.token_budget or request.is_decoding:

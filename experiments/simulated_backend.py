@@ -1,0 +1,133 @@
+"""Trials in virtual time: a model's configuration, a GPU sheet or a profile, and no weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from experiments.backend import needs_no_tokenizer
+from experiments.config import ConfigError, TrialSettings
+from experiments.workloads.lengths import Encoder
+
+if TYPE_CHECKING:
+    from research_engine.engine.engine import Engine
+    from research_engine.models.config import ModelConfig
+    from research_engine.simulation.cost_model import CostModel
+    from research_engine.simulation.gpu_sheet import GpuSheet
+    from research_engine.simulation.profiled import Profile
+
+DEFAULT_BATCHED_TOKENS = 8192  # as a real GPU gets
+
+
+class SimulatedBackend:
+    """Engines on virtual clocks. Holds one model's configuration, sheet and cost model at a time."""
+
+    kind = "simulated"
+
+    def __init__(self, *, progress: bool = True) -> None:
+        self._progress = progress
+        self._model: ModelConfig | None = None
+        self._gpu: GpuSheet | None = None
+        self._profile: Profile | None = None
+        self._tokenizer: Encoder | None = None
+
+    def prepare(self, settings: TrialSettings) -> None:
+        """Raises LoadError when the model cannot be had, ConfigError for a wrong sheet or profile."""
+        from research_engine.loading import load_config, load_tokenizer, resolve_model
+        from research_engine.simulation.gpu_sheet import load_sheet
+
+        source = resolve_model(settings.model, progress=self._progress)
+        self._model = load_config(source)
+        self._tokenizer = None if needs_no_tokenizer(settings) else load_tokenizer(source)
+        try:
+            self._gpu = None if settings.gpu is None else load_sheet(settings.gpu)
+        except ValueError as error:
+            raise ConfigError(f"gpu: {error}") from error
+        self._profile = None if settings.profile is None else self._load_profile(settings.profile, settings.model)
+
+    def vocab_size(self) -> int:
+        assert self._model is not None
+        return self._model.vocab_size
+
+    def tokenizer(self) -> Encoder | None:
+        return self._tokenizer
+
+    def bytes_per_block(self, settings: TrialSettings) -> int:
+        assert self._model is not None
+        return self._model.kv_bytes_per_token * settings.block_size * _bytes_per_element(settings)
+
+    def machine(self) -> str:
+        if self._profile is not None:
+            return f"simulated {self._profile.machine.get('gpu', 'machine of an unknown name')}, profile"
+        assert self._gpu is not None
+        return f"simulated {self._gpu.name}, roofline"
+
+    def engine(self, settings: TrialSettings, seed: int) -> Engine:
+        import schedulers
+        from research_engine.engine.config import EngineConfig
+        from research_engine.simulation.build import kv_blocks_of, simulated_engine
+
+        assert self._model is not None
+        block_bytes = self.bytes_per_block(settings)
+        budget = settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
+        num_blocks = settings.num_blocks
+        if num_blocks is None and settings.kv_cache_memory is not None:
+            num_blocks = int(settings.kv_cache_memory * 2**30) // block_bytes
+        if num_blocks is None:
+            if self._gpu is None:
+                raise ConfigError("a profile says nothing of memory: give gpu, num_blocks or kv_cache_memory with it")
+            try:
+                num_blocks = kv_blocks_of(
+                    self._model,
+                    self._gpu,
+                    block_size=settings.block_size,
+                    max_num_batched_tokens=budget,
+                    max_num_seqs=settings.max_num_seqs,
+                    gpu_memory_utilization=settings.gpu_memory_utilization,
+                    bytes_per_element=_bytes_per_element(settings),
+                )
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+        host_blocks = settings.num_host_blocks
+        if host_blocks is None:
+            host_blocks = int(settings.swap_space * 2**30) // block_bytes
+        longest = settings.max_model_len or self._model.max_position_embeddings
+        num_blocks = min(num_blocks, settings.max_num_seqs * -(-longest // settings.block_size))
+        config = EngineConfig(
+            num_blocks=num_blocks,
+            block_size=settings.block_size,
+            num_host_blocks=host_blocks,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=settings.max_model_len or max(2, min(longest, num_blocks * settings.block_size)),
+            enable_prefix_caching=settings.enable_prefix_caching,
+            vocab_size=self._model.vocab_size,
+            eos_token_ids=self._model.eos_token_ids,
+            seed=seed,
+        )
+        scheduler = schedulers.create(settings.scheduler, **settings.scheduler_params)
+        return simulated_engine(config, scheduler, self._cost_model(settings))
+
+    def _load_profile(self, path: str, model: str) -> Profile:
+        from research_engine.simulation.profiled import Profile
+
+        try:
+            profile = Profile.load(Path(path).expanduser())
+            profile.require(model=model, **({} if self._gpu is None else {"gpu": self._gpu.name}))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"profile: {error}") from error
+        return profile
+
+    def _cost_model(self, settings: TrialSettings) -> CostModel:
+        from research_engine.simulation.profiled import ProfiledCost
+        from research_engine.simulation.roofline import RooflineCost
+
+        if self._profile is not None:
+            return ProfiledCost(self._profile)
+        assert self._model is not None and self._gpu is not None
+        element = _bytes_per_element(settings)
+        return RooflineCost(self._model, self._gpu, block_size=settings.block_size, bytes_per_element=element)
+
+
+def _bytes_per_element(settings: TrialSettings) -> int:
+    return 4 if settings.dtype == "float32" else 2

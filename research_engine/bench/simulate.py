@@ -1,0 +1,145 @@
+"""How fast the simulator is: requests of ShareGPT's lengths on one simulated GPU, timed on one core."""
+
+from __future__ import annotations
+
+import csv
+import random
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+
+import tyro
+
+import schedulers
+from research_engine.engine.config import EngineConfig
+from research_engine.engine.driver import Arrival, replay
+from research_engine.engine.sampling_params import SamplingParams
+from research_engine.loading.dummy import DUMMY_MODELS
+from research_engine.simulation.build import kv_blocks_of, simulated_engine
+from research_engine.simulation.gpu_sheet import load_sheet
+from research_engine.simulation.roofline import RooflineCost
+from research_engine.simulation.streamed_records import StreamedRecords
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """What to simulate.
+
+    Args:
+        requests: how many.
+        rate: arrivals a second, Poisson; 0 lets all arrive at once.
+        lengths: CSV file with prompt_tokens and output_tokens, taken in order with the usual filter of ShareGPT
+            benchmarks (both >= 4, prompt <= 1024, sum <= 2048) and over again; without it lengths are drawn from
+            log-normals of the filtered file's median and mean (prompt 108 and 236, output 140 and 217).
+        model: a dummy model, for its shape.
+        gpu: a sheet.
+        scheduler: a policy by name.
+        max_num_seqs: requests at once.
+        prefix_caching: whether full blocks are hashed and published.
+        seed: of arrivals and lengths.
+    """
+
+    requests: int = 10_000
+    rate: float = 0.0
+    lengths: Path | None = None
+    model: str = "dummy:llama3-8b"
+    gpu: str = "h200"
+    scheduler: str = "chunked_prefill"
+    max_num_seqs: int = 256
+    prefix_caching: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class SimulateReport:
+    """What came out.
+
+    Attributes:
+        wall_seconds: from the first arrival to the last token.
+        cpu_seconds: of this process in that time; the same on an idle core, less on a shared one.
+        simulated_seconds: on the virtual clock.
+        prompt_tokens, output_tokens, steps: served.
+        mean_batch: rows a step.
+        peak_mib: resident memory of the process at most.
+    """
+
+    wall_seconds: float
+    cpu_seconds: float
+    simulated_seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    steps: int
+    mean_batch: float
+    peak_mib: float
+
+
+def run(options: SimulateOptions) -> SimulateReport:
+    """Simulate, and time it from the first arrival to the last token."""
+    model, gpu = DUMMY_MODELS[options.model].config, load_sheet(options.gpu)
+    config = EngineConfig(
+        num_blocks=kv_blocks_of(model, gpu, max_num_seqs=options.max_num_seqs),
+        max_num_seqs=options.max_num_seqs,
+        enable_prefix_caching=options.prefix_caching,
+    )
+    records = StreamedRecords()
+    engine = simulated_engine(config, schedulers.create(options.scheduler), RooflineCost(model, gpu), records=records)
+    arrivals = list(_arrivals(options))
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    report = replay(engine, arrivals)
+    return SimulateReport(
+        wall_seconds=time.perf_counter() - begin,
+        cpu_seconds=time.process_time() - begin_cpu,
+        simulated_seconds=report.end - report.start,
+        prompt_tokens=sum(record.prompt_tokens for record in records.requests),
+        output_tokens=sum(record.output_tokens for record in records.requests),
+        steps=records.num_steps,
+        mean_batch=records.num_rows / records.num_steps,
+        peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    )
+
+
+def _arrivals(options: SimulateOptions) -> Iterator[Arrival]:
+    rng, now, first_token = random.Random(options.seed), 0.0, 0
+    for index, (prompt, output) in enumerate(islice(_lengths(options, rng), options.requests)):
+        if options.rate:
+            now += rng.expovariate(options.rate)
+        sampling = SamplingParams(max_tokens=output, ignore_eos=True)
+        yield Arrival(now, str(index), range(first_token, first_token + prompt), sampling)  # no two prompts begin alike
+        first_token += prompt
+
+
+def _lengths(options: SimulateOptions, rng: random.Random) -> Iterator[tuple[int, int]]:
+    if options.lengths is None:
+        while True:
+            prompt, output = int(rng.lognormvariate(4.68, 1.25)), int(rng.lognormvariate(4.94, 0.94))
+            if _usual(prompt, output):
+                yield prompt, output
+    with options.lengths.open(newline="", encoding="utf-8") as file:
+        rows = [(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
+    yield from cycle([row for row in rows if _usual(*row)])
+
+
+def _usual(prompt: int, output: int) -> bool:
+    return prompt >= 4 and output >= 4 and prompt <= 1024 and prompt + output <= 2048
+
+
+def main(options: SimulateOptions) -> None:
+    """Print the report."""
+    done = run(options)
+    per_token = done.cpu_seconds / done.output_tokens * 1e6
+    print(f"{options.requests} requests, {done.prompt_tokens} prompt and {done.output_tokens} output tokens")
+    print(
+        f"{done.steps} steps of {done.mean_batch:.0f} rows, {done.simulated_seconds:.1f} simulated seconds: "
+        f"{done.output_tokens / done.simulated_seconds:.0f} output tokens/s"
+    )
+    print(
+        f"{done.wall_seconds:.1f} s on the clock, {done.cpu_seconds:.1f} s of CPU time, "
+        f"{per_token:.1f} us an output token, peak memory {done.peak_mib:.0f} MiB"
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(SimulateOptions))

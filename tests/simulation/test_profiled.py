@@ -1,0 +1,111 @@
+"""Profiles: looked up exactly, never off the table, kept in JSON, refused where they do not fit."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from research_engine.simulation.attention_cost import AttentionFormula, AttentionTable
+from research_engine.simulation.cost_model import CostModel, Work, single_prefill, work_of
+from research_engine.simulation.curve import Curve
+from research_engine.simulation.profiled import Profile, ProfiledCost, ProfileMismatch
+from tests.simulation.batches import batch_of, decodes
+
+FORMULA = AttentionFormula(1.0, 0.1, 0.01, 0.001, {(16, 0): 0.5, (16, 100): 0.3, (64, 0): 0.4, (64, 100): 0.2})
+TABLE = AttentionTable(
+    [(0, 0, n, kv, 0.001 * n * kv) for n in (1, 2, 4) for kv in (16, 32)]
+    + [(c, k, n, kv, 0.01 * c * (k + c) + 0.002 * n * kv)
+       for c in (16, 32) for k in (0, 16, 32) for n in (0, 1, 4) for kv in ((0,) if n == 0 else (16, 32))]
+)  # fmt: skip
+
+
+def profile(attention=FORMULA, **changes) -> Profile:
+    fields = {"model": "m", "machine": {"gpu": "g", "driver": "1"}, "dense": Curve([(1, 2.0), (8, 4.0), (64, 20.0)]),
+              "head": Curve([(1, 1.0), (8, 3.0)]), "host": (0.25, 0.125), "block_move": 5.0, "block_copy": 0.5,
+              "held_out": {"steps": 9, "mape": 0.02, "bias": -0.01}, "origin": "made up"}  # fmt: skip
+    return Profile(**{**fields, "attention": attention, **changes})
+
+
+def test_it_is_a_cost_model():
+    assert isinstance(ProfiledCost(profile()), CostModel)
+
+
+def test_a_decode_step_is_the_sum_of_its_parts():
+    attention = 1.0 + 0.1 * 2 + 0.01 * 300 + 0.001 * 200
+    expected = Curve([(1, 2.0), (8, 4.0)])(2) + Curve([(1, 1.0), (8, 3.0)])(2) + attention + 0.25 + 0.125 * 2
+    assert ProfiledCost(profile()).seconds(batch_of((1, 99), (1, 199))) == pytest.approx(expected)
+
+
+def test_prefill_is_pairs_times_the_interpolated_rate():
+    work = Work(tokens=40, sequences=1, draws=0, prefills=((40, 50),))
+    assert FORMULA.seconds(work) == pytest.approx(40 * (50 + 41 / 2) * (0.5 + 0.3 + 0.4 + 0.2) / 4)
+
+
+def test_block_moves_and_copies_are_paid_for():
+    batch = batch_of()
+    batch.swap_in, batch.copies = [(0, 1), (1, 2), (2, 3)], [(0, 1)]
+    assert ProfiledCost(profile()).seconds(batch) == pytest.approx(3 * 5.0 + 0.5 + 0.25)
+
+
+@pytest.mark.parametrize("attention", [FORMULA, TABLE], ids=["formula", "table"])
+@given(
+    count=st.integers(1, 5000), context=st.integers(1, 10**6), chunk=st.integers(2, 10**5), more=st.integers(0, 9999)
+)
+def test_no_batch_is_off_the_table_and_more_work_takes_no_less(attention, count, context, chunk, more):
+    cost = ProfiledCost(profile(attention))
+
+    def price(rows: int, each: int, tokens: int) -> float:
+        return cost.price(Work(rows + tokens, rows + 1, rows, rows, rows * each, each, ((tokens, context),)))
+
+    base = price(count, context, chunk)
+    assert 0 < base < float("inf")
+    assert price(count + more, context, chunk) >= base - 1e-9 * base
+    assert price(count, context + more, chunk) >= base - 1e-9 * base
+
+
+def test_a_table_gives_what_was_measured():
+    assert TABLE.seconds(work_of(decodes(4, context=32))) == pytest.approx(0.001 * 4 * 32)
+    mixed = work_of(batch_of((16, 32), *[(1, 15)] * 4))
+    assert TABLE.seconds(mixed) == pytest.approx(0.01 * 16 * 48 + 0.002 * 4 * 16)
+
+
+def test_chunks_of_one_step_count_as_one_with_as_many_pairs():
+    chunk, before = single_prefill(((16, 24), (16, 8)))
+    assert chunk == 32
+    assert chunk * (before + (chunk + 1) / 2) == 16 * (24 + 17 / 2) + 16 * (8 + 17 / 2)
+    work = Work(32, 2, 2, prefills=((16, 24), (16, 8)))
+    assert TABLE.seconds(work) == pytest.approx(0.01 * 32 * (before + 32))
+
+
+def test_short_prompts_together_take_less_than_one_long_prompt_and_no_less_than_one_of_them():
+    together = TABLE.seconds(Work(32, 2, 2, prefills=((16, 0), (16, 0))))
+    assert TABLE.seconds(Work(16, 1, 1, prefills=((16, 0),))) <= together
+    assert together < TABLE.seconds(Work(32, 1, 1, prefills=((32, 0),)))
+
+
+@pytest.mark.parametrize("attention", [FORMULA, TABLE], ids=["formula", "table"])
+def test_a_profile_survives_its_file(attention, tmp_path):
+    own = profile(attention)
+    own.save(tmp_path / "p.json")
+    read = Profile.load(tmp_path / "p.json")
+    for name in ("model", "machine", "host", "block_move", "block_copy", "held_out", "origin"):
+        assert getattr(read, name) == getattr(own, name)
+    for batch in (decodes(3, 77), batch_of((40, 10), (1, 5)), batch_of((5000, 0))):
+        assert ProfiledCost(read).seconds(batch) == ProfiledCost(own).seconds(batch)
+
+
+def test_a_profile_of_something_else_is_refused_with_every_difference():
+    own = profile()
+    own.require(model="m", gpu="g")
+    with pytest.raises(ProfileMismatch, match="gpu is 'g', wanted 'h'; kernels is 'not recorded', wanted '2'"):
+        own.require(model="m", gpu="h", kernels="2")
+
+
+def test_a_file_of_another_format_is_refused(tmp_path):
+    (tmp_path / "p.json").write_text('{"format": 99}')
+    with pytest.raises(ValueError, match="format 99, this version reads 1"):
+        Profile.load(tmp_path / "p.json")
+    (tmp_path / "p.json").write_text('{"format": 1, "model": "m"}')
+    with pytest.raises(ValueError, match="lacks 'machine'"):
+        Profile.load(tmp_path / "p.json")

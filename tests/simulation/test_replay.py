@@ -1,0 +1,98 @@
+"""One trace on a real executor and in virtual time with its step times replayed: the same decisions, step by step."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+import schedulers
+from research_engine.engine.config import EngineConfig
+from research_engine.engine.driver import Arrival, ReplayReport, replay
+from research_engine.engine.engine import Engine
+from research_engine.engine.records import StepRecord
+from research_engine.engine.sampling_params import SamplingParams
+from research_engine.simulation.build import simulated_engine
+from research_engine.simulation.replay import ReplayCost, ReplayMismatch
+
+POLICIES = [("fcfs", {}), ("chunked_prefill", {"token_budget": 48}), ("priority", {}),
+            ("chunked_prefill", {"preemption": "swap"})]  # fmt: skip
+# few blocks, so that requests wait and are preempted
+CONFIG = EngineConfig(
+    num_blocks=30, block_size=8, num_host_blocks=40, max_num_seqs=6, max_num_batched_tokens=96, max_model_len=200,
+    vocab_size=259,
+)  # fmt: skip
+
+
+def workload(rate: float, seed: int, count: int = 30) -> list[Arrival]:
+    rng, now, made = random.Random(seed), 0.0, []
+    shared = [rng.randrange(256) for _ in range(40)]  # a prefix that some have in common, for the prefix cache
+    for index in range(count):
+        now += rng.expovariate(rate)
+        prompt = (shared if rng.random() < 0.4 else []) + [rng.randrange(256) for _ in range(rng.randrange(2, 90))]
+        sampling = SamplingParams(temperature=0, max_tokens=rng.randrange(1, 40), ignore_eos=True)
+        made.append(Arrival(now, f"r{index}", prompt, sampling, priority=rng.randrange(3)))
+    return made
+
+
+def decisions(steps: list[StepRecord]) -> list[tuple[object, ...]]:
+    """All that a step decided, and the state it left; no times."""
+    return [
+        (s.request_ids, s.starts, s.num_tokens, s.drew, s.num_running, s.num_waiting, s.blocks_used, s.blocks_cached,
+         s.blocks_free, s.slots_stored, s.preemptions, s.blocks_copied, s.blocks_swapped_in, s.blocks_swapped_out)
+        for s in steps
+    ]  # fmt: skip
+
+
+def replayed(
+    real: Engine, report: ReplayReport, arrivals: list[Arrival], policy: str, parameters: dict[str, Any]
+) -> Engine:
+    cost, clock = ReplayCost.of(real.records.steps, report)
+    engine = simulated_engine(real.config, schedulers.create(policy, **parameters), cost, clock=clock)
+    replay(engine, arrivals)
+    return engine
+
+
+@pytest.mark.parametrize(("policy", "parameters"), POLICIES)
+def test_a_real_run_and_its_replay_in_virtual_time_decide_alike(policy, parameters):
+    torch_executor = pytest.importorskip("research_engine.executors.torch_executor")
+    from research_engine.llm import load
+    from research_engine.options import EngineOptions
+
+    loaded = load(EngineOptions("dummy:tiny", device="cpu", skip_tokenizer_init=True), progress=False)
+    executor = torch_executor.TorchExecutor(
+        loaded.model, num_blocks=CONFIG.num_blocks, block_size=8, num_host_blocks=CONFIG.num_host_blocks
+    )
+    arrivals = workload(rate=60.0, seed=len(policy) + len(parameters))
+    real = Engine(CONFIG, schedulers.create(policy, **parameters), executor)
+    report = replay(real, arrivals)
+    simulated = replayed(real, report, arrivals, policy, parameters)
+    assert decisions(simulated.records.steps) == decisions(real.records.steps)
+    assert any(step.preemptions for step in real.records.steps) or policy == "fcfs"
+
+
+@pytest.mark.parametrize("rate", [5.0, 60.0, 1000.0])
+def test_arrivals_enter_between_the_same_steps(rate):
+    """With pauses, without, and with everything at once; a clock that moves at every reading leaves gaps everywhere."""
+    from tests.engine.shadow import ManualClock, ShadowExecutor
+
+    clock = ManualClock(tick=0.0007)
+    arrivals = workload(rate, seed=7)
+    real = Engine(CONFIG, schedulers.create("priority"), ShadowExecutor(CONFIG), clock=clock)
+    real.executor.before = lambda batch: clock.sleep_until(clock.time + 0.004 + 0.0001 * batch.num_tokens)
+    report = replay(real, arrivals)
+    simulated = replayed(real, report, arrivals, "priority", {})
+    assert decisions(simulated.records.steps) == decisions(real.records.steps)
+    ends = [step.finished for step in real.records.steps]
+    assert [step.finished for step in simulated.records.steps] == pytest.approx(ends, abs=0.01)
+
+
+def test_another_policy_cannot_be_given_the_recorded_times():
+    from tests.engine.shadow import ManualClock, ShadowExecutor
+
+    arrivals = workload(rate=1000.0, seed=3)
+    real = Engine(CONFIG, schedulers.create("fcfs"), ShadowExecutor(CONFIG), clock=ManualClock(tick=0.001))
+    report = replay(real, arrivals)
+    with pytest.raises(ReplayMismatch, match="the recorded one was"):
+        replayed(real, report, arrivals, "chunked_prefill", {"token_budget": 16})
