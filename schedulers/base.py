@@ -50,7 +50,7 @@ class PolicyScheduler(Scheduler):
         watermark: share of all blocks kept free when a request is admitted while others run, so that those can grow.
         admission: "whole" admits a request when the blocks for all its known tokens are there; "chunk" when those for
             its first chunk are.
-        preemption: what victims do; "cheaper" takes, victim by victim, the one that costs less by the two figures below.
+        preemption: what victims do; "cheaper" takes for each victim the one that costs less by the figures below.
             "swap" falls back to recompute when the host has no room.
         overtaking: go on to later waiting requests when an earlier one could not be admitted.
         victim_rule: who gives way, of those that may be asked: a name out of victims.py; None is the policy's own rule.
@@ -66,7 +66,7 @@ class PolicyScheduler(Scheduler):
     recompute_seconds: float = 1e-4
     swap_seconds: float = 5e-4
     admission_closed: bool = field(default=False, init=False, repr=False)  # set for the step once one did not fit
-    planned: Mapping[str, int] = field(default_factory=dict, init=False, repr=False)  # tokens the step's plan has so far
+    planned: Mapping[str, int] = field(default_factory=dict, init=False, repr=False)  # the step's plan so far
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.watermark < 1.0:
@@ -92,7 +92,15 @@ class PolicyScheduler(Scheduler):
     def order(self, view: EngineView) -> Iterable[Request]:
         """Whom to serve, in which order. Default: running requests as admitted, then waiting ones as they arrived."""
         yield from view.running
-        yield from view.waiting
+        yield from self.newcomers(view)
+
+    def newcomers(self, view: EngineView) -> Iterable[Request]:
+        """Waiting requests by arrival as long as one can be admitted: for use in `order`, so that it ends in time."""
+        if view.num_running < view.max_num_seqs:
+            for request in view.waiting:
+                if self.admission_closed:
+                    return
+                yield request
 
     def quota(self, request: Request, view: EngineView, budget: int) -> int:
         """How many tokens it gets at most, of the `budget` left in this step; 0 skips it. Default: all that is left."""

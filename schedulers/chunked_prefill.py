@@ -37,7 +37,7 @@ class ChunkedPrefill(PolicyScheduler):
             else:
                 prompts.append(request)
         yield from prompts
-        yield from view.waiting
+        yield from self.newcomers(view)
 
     def quota(self, request: Request, view: EngineView, budget: int) -> int:
         if not self.token_budget or request.is_decoding:

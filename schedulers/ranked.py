@@ -1,4 +1,4 @@
-"""Policies that serve by a rank, whoever runs: what `priority`, `edf`, `srpt`, `mlfq` and `slo_aware` have in common."""
+"""Policies that serve by a rank, whoever runs: what priority, edf, sjf, srpt, mlfq and slo_aware have in common."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ class RandomRun:
     def __init__(self, seed: int, policy: Callable[[random.Random], Scheduler], aborts: float = 0.08) -> None:
         self.rng = rng = random.Random(seed)
         self.aborts = aborts
+        self.hints = random.Random(seed)  # of what only policies look at, so that it changes nothing else of the run
         size = rng.randint(1, 8)
         blocks = rng.randint(3, 12) if size > 2 else rng.randint(8, 24)
         slots = blocks * size
@@ -71,7 +72,16 @@ class RandomRun:
             ignore_eos=rng.random() < 0.5,
             stop_token_ids=[rng.randrange(VOCABULARY) for _ in range(rng.choice([0, 0, 3]))],
         )
-        group = self.engine.add_request(request_id, self.prompt(length), sampling, priority=rng.randint(0, 2))
+        priority, hints = rng.randint(0, 2), self.hints
+        group = self.engine.add_request(
+            request_id,
+            self.prompt(length),
+            sampling,
+            priority=priority,
+            client=hints.choice("abc"),
+            deadline=hints.choice([None, self.engine.clock.now() + hints.random()]),
+            predicted_tokens=hints.choice([None, hints.randint(0, 12)]),
+        )
         self.live.append(request_id)
         self.requests += group
 
