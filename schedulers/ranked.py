@@ -32,17 +32,19 @@ class RankedScheduler(PolicyScheduler):
         return (request.arrival_time, request.index)
 
     def order(self, view: EngineView) -> Iterable[Request]:
-        running = sorted((self.rank(request), request) for request in view.running)
+        running = view.running
+        ranks = [self.rank(request) for request in running]
+        sequence = sorted(range(len(running)), key=ranks.__getitem__)
         at, end = 0, len(running)
         for rank, request in self.waiting(view):
-            while at < end and running[at][0] < rank:
-                yield running[at][1]
+            while at < end and ranks[sequence[at]] < rank:
+                yield running[sequence[at]]
                 at += 1
             if self.admission_closed:
                 break
             yield request
-        for _, request in running[at:]:
-            yield request
+        for index in sequence[at:]:
+            yield running[index]
 
     def waiting(self, view: EngineView) -> Iterable[tuple[Rank, Request]]:
         """(rank, request) of those that wait, in order."""

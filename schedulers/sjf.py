@@ -40,8 +40,11 @@ class SJF(RankedScheduler):
         self._check("window", isinstance(self.window, int) and self.window >= 0, "an integer >= 0")
 
     def rank(self, request: Request) -> Rank:
-        size = request.num_tokens + predicted_outputs_left(request)
-        return (size + self.ageing * request.arrival_time, request.arrival_time, request.index)
+        return (self.length(request) + self.ageing * request.arrival_time, request.arrival_time, request.index)
+
+    def length(self, request: Request) -> int:
+        """Tokens that it will have computed when it ends, if the prediction is right."""
+        return request.num_tokens + predicted_outputs_left(request)
 
     def order(self, view: EngineView) -> Iterable[Request]:
         yield from view.running

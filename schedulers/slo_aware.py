@@ -48,10 +48,10 @@ class SLOAware(RankedScheduler):
 
     def due(self, request: Request) -> float:
         """Clock seconds at which its reader wants the next token."""
-        return request.arrival_time + self.ttft + request.num_output_tokens * self.tpot
+        return self.rank(request)[0]
 
     def rank(self, request: Request) -> Rank:
-        return (self.due(request), request.index)
+        return (request.arrival_time + self.ttft + request.num_output_tokens * self.tpot, request.index)
 
     def yielding(self, candidates: Sequence[Request], needy: Request, view: EngineView) -> Sequence[Request]:
         after = super().yielding(candidates, needy, view)

@@ -25,10 +25,23 @@ class SRPT(SJF):
     alone, while what is cached comes and goes; so no two requests ever take each other's place in turn.
     """
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_arrival: dict[str, float] = {}  # its rank then
+
     def rank(self, request: Request) -> Rank:
-        left = request.num_uncomputed_tokens if request.is_running else request.num_tokens
-        size = left + predicted_outputs_left(request)
-        return (size + self.ageing * request.arrival_time, request.arrival_time, request.index)
+        rank = self._at_arrival[request.id]
+        if request.is_running:
+            rank -= request.num_computed_tokens
+        return (rank, request.arrival_time, request.index)
+
+    def on_arrival(self, request: Request) -> None:
+        self._at_arrival[request.id] = self.length(request) + self.ageing * request.arrival_time
+        super().on_arrival(request)
+
+    def on_finish(self, request: Request) -> None:
+        super().on_finish(request)
+        del self._at_arrival[request.id]
 
     def order(self, view: EngineView) -> Iterable[Request]:
         return RankedScheduler.order(self, view)
