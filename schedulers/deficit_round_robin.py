@@ -1,8 +1,7 @@
 """Deficit round robin: clients take turns, and each turn is worth the same amount of service.
 
-Shreedhar and Varghese, "Efficient Fair Queuing Using Deficit Round-Robin", SIGCOMM 1995, adapted to answers of unknown
-length as in Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, appendix: a client may go into debt
-by the tokens its requests draw, and pays it off before its next turn.
+Shreedhar and Varghese, "Efficient Fair Queuing Using Deficit Round-Robin", SIGCOMM 1995. As the length of an answer is
+unknown, a client may go into debt by the tokens its requests draw, and pays it off before its next turn.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class DeficitRoundRobin(PolicyScheduler):
 
     Every visit adds `quantum` to a client's deficit; a prompt is charged whole when its request is admitted, an output
     token when it is drawn, recompute never. A client with nothing waiting loses what it has left, yet keeps its debt.
-    Waiting bound: the deficits of clients that all have requests waiting differ by at most one quantum plus what one
-    cache full of requests may draw, so each comes to its turn after a bounded number of tokens.
+    Waiting bound: a client with requests waiting has its turn once every other had one and its own debt, at most what
+    a cache full of its requests drew, is paid off a quantum a round.
 
     Args:
         quantum: weighted tokens per turn.
@@ -75,11 +74,10 @@ class DeficitRoundRobin(PolicyScheduler):
 
     def _visit(self, ring: deque[str], deficits: dict[str, float], visited: dict[str, float]) -> str:
         """Whose turn it is; ends the turns of those in debt. Rounds in which all stay in debt are counted at once."""
-        if deficits[ring[0]] <= 0:
-            rounds = math.floor(max(0.0, -max(deficits[client] for client in ring)) / self.quantum)
-            for client in ring:
-                deficits[client] += rounds * self.quantum
-                visited[client] += rounds * self.quantum
+        rounds = math.floor(max(0.0, -max(deficits[client] for client in ring)) / self.quantum)
+        for client in ring if rounds else ():
+            deficits[client] += rounds * self.quantum
+            visited[client] += rounds * self.quantum
         while deficits[ring[0]] <= 0:
             ring.rotate(-1)
             deficits[ring[0]] += self.quantum
@@ -94,7 +92,7 @@ class DeficitRoundRobin(PolicyScheduler):
     def on_step(self, record: StepRecord) -> None:
         offered, ring, visited = self._draft
         if not offered.isdisjoint(record.request_ids):
-            self.ring = ring
+            self.ring, self._draft = ring, (set(), deque(), {})
             self.deficits.update(visited)
         for client, service in self._service.settle(record).items():
             self.deficits[client] -= service
@@ -108,12 +106,14 @@ class DeficitRoundRobin(PolicyScheduler):
     def _follow(self) -> None:
         """Take clients with nothing waiting out of the ring, put new ones at its end."""
         shelves = self.queue.shelves
-        for client in [client for client in self.ring if client not in shelves]:
-            self.ring.remove(client)
-            self.deficits[client] = min(self.deficits[client], 0.0)
+        self.ring = deque(client for client in self.ring if client in shelves)
+        for client, deficit in self.deficits.items():
+            if deficit > 0 and client not in shelves:
+                self.deficits[client] = 0.0
         present = set(self.ring)
         for client in shelves:
             if client not in present:
-                first = 0.0 if self.ring else self.quantum  # an empty ring's first client has its turn at once
-                self.deficits[client] = self.deficits.get(client, 0.0) + first
+                deficit = self.deficits.get(client, 0.0)
+                first = deficit <= 0 and not self.ring  # an empty ring's first client has its turn at once
+                self.deficits[client] = deficit + self.quantum if first else deficit
                 self.ring.append(client)

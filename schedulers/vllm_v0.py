@@ -46,4 +46,4 @@ class VLLMV0(PolicyScheduler):
         return whole if whole <= budget or budget == view.max_num_batched_tokens else 0
 
     def mode(self, victim: Request) -> PreemptionMode:
-        return "swap" if self.swap_groups and victim.sampling.n > 1 else super().mode(victim)
+        return "swap" if self.swap_groups and victim.id != victim.group_id else super().mode(victim)
