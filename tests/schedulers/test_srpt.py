@@ -62,3 +62,17 @@ def test_a_long_job_that_is_nearly_done_keeps_its_seat():
     engine.add_request("short", range(60, 64), greedy(4))
     drain(engine)
     assert [r.request_id for r in engine.records.requests] == ["long", "short"]
+
+
+def test_a_cached_prompt_brings_a_job_forward_but_takes_no_seat_from_a_shorter_answer():
+    """What is cached comes and goes, so it decides the order alone, not who gives way."""
+    engine = make_engine(SRPT(), max_num_seqs=1, max_num_batched_tokens=4)
+    engine.add_request("before", range(20), greedy(1))
+    drain(engine)
+    engine.add_request("runs", range(100, 124), greedy(5))
+    engine.step()
+    engine.add_request("cached", range(21), greedy(12))
+    policy = engine.scheduler
+    assert next(iter(policy.order(engine.view()))).id == "cached"
+    drain(engine)
+    assert [r.request_id for r in engine.records.requests] == ["before", "runs", "cached"]
