@@ -6,12 +6,22 @@ A policy subclasses it, as a dataclass whose fields are its parameters, and over
     quota(request, view, budget)     how many tokens it gets now
     victim(candidates, needy, view)  who gives way when blocks or seats run out, or None
     on_arrival, on_step, on_finish   for policies with state
+
+Choosing a victim has two halves: `yielding` says who may be asked at all, and keeps the policy from running in
+circles; a rule picks one of those: the policy's own, or one of victims.py by name.
+
+Why no such policy runs in circles. Say that victims always come after the needy in a total order that only progress
+(a token never computed before) can change, and that whoever preempts is served in the same step. Suppose no progress
+were ever made again. The order stands still. Its first request is preempted by nobody, so it is served finitely often
+(each time it gets nearer to a new token) and preempts finitely often; from then on the same holds for the second, and
+so on: in the end nobody is served. But then all others are candidates for the first of those that run, which fits
+alone, so it is served. The default order is that of admission; ranked.py has the policy's own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,6 +34,8 @@ from research_engine.engine.contract import (
     SchedulePlan,
     Scheduler,
 )
+
+from .victims import VICTIM_RULES, last_admitted
 
 
 @dataclass(kw_only=True)
@@ -38,54 +50,103 @@ class PolicyScheduler(Scheduler):
         watermark: share of all blocks kept free when a request is admitted while others run, so that those can grow.
         admission: "whole" admits a request when the blocks for all its known tokens are there; "chunk" when those for
             its first chunk are.
-        preemption: what victims do; "swap" falls back to recompute when the host has no room.
+        preemption: what victims do; "cheaper" takes for each victim the one that costs less by the figures below.
+            "swap" falls back to recompute when the host has no room.
         overtaking: go on to later waiting requests when an earlier one could not be admitted.
+        victim_rule: who gives way, of those that may be asked: a name out of victims.py; None is the policy's own rule.
+        recompute_seconds: what computing one token again costs, for "cheaper".
+        swap_seconds: what moving one block to the host and back costs, for "cheaper".
     """
 
     watermark: float = 0.01
     admission: Literal["whole", "chunk"] = "whole"
-    preemption: PreemptionMode = "recompute"
+    preemption: Literal["recompute", "swap", "cheaper"] = "recompute"
     overtaking: bool = False
+    victim_rule: str | None = None
+    recompute_seconds: float = 1e-4
+    swap_seconds: float = 5e-4
     admission_closed: bool = field(default=False, init=False, repr=False)  # set for the step once one did not fit
+    planned: Mapping[str, int] = field(default_factory=dict, init=False, repr=False)  # the step's plan so far
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark = {self.watermark!r}: must be a share of the blocks, >= 0 and < 1")
-        for name, valid in (("admission", ("whole", "chunk")), ("preemption", ("recompute", "swap"))):
+        for name, valid in (("admission", ("whole", "chunk")), ("preemption", ("recompute", "swap", "cheaper"))):
             if getattr(self, name) not in valid:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(map(repr, valid))}")
+        for name in ("recompute_seconds", "swap_seconds"):
+            self._check(name, getattr(self, name) >= 0, "seconds >= 0")
+        if self.victim_rule is not None:
+            rules = ", ".join(map(repr, VICTIM_RULES))
+            self._check("victim_rule", self.victim_rule in VICTIM_RULES, f"one of {rules}, or None: the policy's own")
+            own = type(self).victim is not PolicyScheduler.victim
+            self._check("victim_rule", not own, f"None, for {type(self).__name__} has a method victim of its own")
+
+    def _check(self, name: str, holds: bool, rule: str) -> None:
+        """Refuse a parameter that breaks its rule."""
+        if not holds:
+            raise ValueError(f"{name} = {getattr(self, name)!r}: must be {rule}")
 
     # The three choices.
 
     def order(self, view: EngineView) -> Iterable[Request]:
         """Whom to serve, in which order. Default: running requests as admitted, then waiting ones as they arrived."""
         yield from view.running
-        yield from view.waiting
+        yield from self.newcomers(view)
+
+    def newcomers(self, view: EngineView) -> Iterable[Request]:
+        """Waiting requests by arrival as long as one can be admitted: for use in `order`, so that it ends in time."""
+        if view.num_running < view.max_num_seqs:
+            for request in view.waiting:
+                if self.admission_closed:
+                    return
+                yield request
 
     def quota(self, request: Request, view: EngineView, budget: int) -> int:
         """How many tokens it gets at most, of the `budget` left in this step; 0 skips it. Default: all that is left."""
         return budget
 
     def victim(self, candidates: Sequence[Request], needy: Request, view: EngineView) -> Request | None:
-        """Who gives way to `needy`. Default: the last admitted, and only to a request that was admitted before it.
-
-        So the request that has run longest is never preempted: somebody always gets on, and no two requests can take
-        each other's blocks in turn.
+        """Who gives way to `needy`, or None. Default: by `victim_rule`, of those that `yielding` lets be asked.
 
         Args:
             candidates: running requests not served in this step, in order of admission; never empty.
         """
-        last = candidates[-1]
-        if not needy.is_running or view.running.index(last) < view.running.index(needy):
+        may_be_asked = self.yielding(candidates, needy, view)
+        if not may_be_asked:
             return None
-        return last
+        if self.victim_rule is None:
+            return self.own_victim(may_be_asked, view)
+        return VICTIM_RULES[self.victim_rule](may_be_asked, view)
+
+    def yielding(self, candidates: Sequence[Request], needy: Request, view: EngineView) -> Sequence[Request]:
+        """Which candidates may be asked to give way to `needy`, whatever the rule that picks one of them.
+
+        Default: those admitted after it, and nobody for a waiting request. So the request that has run longest is
+        never preempted: somebody always gets on, and no two requests can take each other's blocks in turn.
+        """
+        if not needy.is_running:
+            return ()
+        later = set(view.running[view.running.index(needy) + 1 :])
+        return [request for request in candidates if request in later]
+
+    def own_victim(self, candidates: Sequence[Request], view: EngineView) -> Request:
+        """The policy's own rule, for victim_rule = None. Default: the last admitted."""
+        return last_admitted(candidates, view)
+
+    def mode(self, victim: Request) -> PreemptionMode:
+        """How a victim gives way, if the host has room for it. Default: as `preemption` says."""
+        if self.preemption == "cheaper":
+            swap = self.swap_seconds * victim.num_blocks
+            return "swap" if swap < self.recompute_seconds * victim.num_computed_tokens else "recompute"
+        return self.preemption
 
     # The plan they make.
 
     def schedule(self, view: EngineView) -> SchedulePlan:
         plan = _Draft(self, view)
         tokens, gone, quota_of = plan.tokens, plan.gone, self.quota
-        self.admission_closed = False
+        self.admission_closed, self.planned = False, tokens
         for request in self.order(view):
             budget, name, running = plan.budget, request.id, request.is_running
             if budget <= 0:
@@ -183,8 +244,9 @@ class _Draft:
 
     def _give_way(self, victim: Request, needy: Request, ledger: BlockLedger) -> Preemption:
         """Enter one preemption."""
-        swaps = self.policy.preemption == "swap" and victim.num_blocks <= ledger.free_host_blocks
-        mode: PreemptionMode = "swap" if swaps else "recompute"
+        mode = self.policy.mode(victim)
+        if not ledger.can_swap(victim):
+            mode = "recompute"
         ledger.preempt(victim, mode)
         return Preemption(victim.id, mode, f"made room for {needy.id}")
 

@@ -37,10 +37,7 @@ class ChunkedPrefill(PolicyScheduler):
             else:
                 prompts.append(request)
         yield from prompts
-        for request in view.waiting:
-            if self.admission_closed:  # saves a look at every request of a long queue
-                break
-            yield request
+        yield from self.newcomers(view)
 
     def quota(self, request: Request, view: EngineView, budget: int) -> int:
         if not self.token_budget or request.is_decoding:

@@ -26,10 +26,7 @@ class FCFS(PolicyScheduler):
                 decodes.append(request)
             else:
                 yield request  # a prompt begun is ended first
-        for request in view.waiting:
-            if self.admission_closed:
-                break
-            yield request
+        yield from self.newcomers(view)
         yield from decodes
 
     def quota(self, request: Request, view: EngineView, budget: int) -> int:

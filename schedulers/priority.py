@@ -8,16 +8,16 @@ ageing x (p - p') seconds after a request can overtake it, p' being the most urg
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from research_engine.engine.contract import EngineView, Request
 
-from .base import PolicyScheduler
+from .ranked import RankedScheduler
 
 
 @dataclass(kw_only=True)
-class Priority(PolicyScheduler):
+class Priority(RankedScheduler):
     """Serves by rank; a waiting request takes the place of running ones of strictly lower priority, never of equals.
 
     Args:
@@ -36,10 +36,6 @@ class Priority(PolicyScheduler):
         aged = 0.0 if math.isinf(self.ageing) else request.arrival_time / self.ageing
         return (request.priority + aged, request.arrival_time, request.index)
 
-    def order(self, view: EngineView) -> Iterable[Request]:
-        return sorted((*view.running, *view.waiting), key=self.rank)
-
-    def victim(self, candidates: Sequence[Request], needy: Request, view: EngineView) -> Request | None:
-        own = self.rank(needy)
-        below = [r for r in candidates if self.rank(r) > own and (needy.is_running or r.priority > needy.priority)]
-        return max(below, key=self.rank, default=None)
+    def yielding(self, candidates: Sequence[Request], needy: Request, view: EngineView) -> Sequence[Request]:
+        after = super().yielding(candidates, needy, view)
+        return after if needy.is_running else [request for request in after if request.priority > needy.priority]

@@ -17,8 +17,20 @@ from research_engine.engine.contract import Scheduler
 ENTRY_POINT_GROUP = "research_engine.schedulers"
 BUILT_IN = {
     "chunked_prefill": "schedulers.chunked_prefill:ChunkedPrefill",
+    "deficit_round_robin": "schedulers.deficit_round_robin:DeficitRoundRobin",
+    "edf": "schedulers.edf:EDF",
     "fcfs": "schedulers.fcfs:FCFS",
+    "hybrid_lookahead": "schedulers.hybrid_lookahead:HybridLookahead",
+    "mlfq": "schedulers.mlfq:MLFQ",
+    "orca": "schedulers.orca:Orca",
+    "prefix_aware": "schedulers.prefix_aware:PrefixAware",
     "priority": "schedulers.priority:Priority",
+    "sjf": "schedulers.sjf:SJF",
+    "slo_aware": "schedulers.slo_aware:SLOAware",
+    "srpt": "schedulers.srpt:SRPT",
+    "static_batch": "schedulers.static_batch:StaticBatch",
+    "vllm_v0": "schedulers.vllm_v0:VLLMV0",
+    "vtc": "schedulers.vtc:VTC",
 }
 
 

@@ -15,7 +15,7 @@ from .request import Request, Status
 
 if TYPE_CHECKING:
     from .kv_cache import KVCache
-    from .records import StepRecord
+    from .records import StepRecord as StepRecord  # policies name it in annotations
 
 __all__ = [
     "Batch", "BlockLedger", "Clock", "EngineConfig", "EngineView", "Executor", "Preemption", "PreemptionMode",

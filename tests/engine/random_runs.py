@@ -37,6 +37,7 @@ class RandomRun:
         self.rng = rng = random.Random(seed)
         self.aborts = aborts
         self.reservation = reservation
+        self.hints = random.Random(seed)  # of what only policies look at, so that it changes nothing else of the run
         size = rng.randint(1, 8)
         blocks = rng.randint(3, 12) if size > 2 else rng.randint(8, 24)
         slots = blocks * size
@@ -87,8 +88,16 @@ class RandomRun:
             stop_token_ids=[rng.randrange(VOCABULARY) for _ in range(rng.choice([0, 0, 3]))],
         )
         predicted = None if self.reservation == "paged" else rng.choice([None, most, rng.randint(0, 10)])
+        priority, hints = rng.randint(0, 2), self.hints
+        guess = hints.choice([None, hints.randint(0, 12)])
         group = self.engine.add_request(
-            request_id, self.prompt(length), sampling, priority=rng.randint(0, 2), predicted_tokens=predicted
+            request_id,
+            self.prompt(length),
+            sampling,
+            priority=priority,
+            client=hints.choice("abc"),
+            deadline=hints.choice([None, self.engine.clock.now() + hints.random()]),
+            predicted_tokens=guess if self.reservation == "paged" else predicted,
         )
         self.live.append(request_id)
         self.requests += group
