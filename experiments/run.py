@@ -107,7 +107,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     report = run_experiment(experiment, cells, out, console=console, jobs=options.jobs)
     table = write_report(out)
     if table is not None:
-        console.print(to_rich(table))
+        console.print(to_rich(table, console.width))
     done = report.reused + report.finished
     if report.interrupted is not None:
         rest = [*options.words, *([] if options.jobs == 1 else ["--jobs", str(options.jobs)]), "--out", str(out)]

@@ -55,7 +55,7 @@ def latency_cdf(latencies: Mapping[str, Mapping[str, Sequence[float]]], title: s
             for share in (0.5, 0.9, 0.99):
                 axis.axhline(share, color="0.85", linewidth=0.6, zorder=0)
             for index, (cell, values) in enumerate(latencies.items()):
-                color, style = STYLES[index % len(STYLES)]
+                color, style = line_style(index)
                 x, y = _steps(values[name])
                 axis.plot(x, y, color=color, linestyle=style, linewidth=1.4, drawstyle="steps-post", label=cell)
             _scale(axis, [value for values in latencies.values() for value in values[name]])
@@ -74,6 +74,12 @@ def latency_cdf(latencies: Mapping[str, Mapping[str, Sequence[float]]], title: s
     return files
 
 
+def line_style(index: int) -> tuple[str, Any]:
+    """Colour and line of curve `index`; the second round of colours has other lines, so that 49 curves all differ."""
+    around, at = divmod(index, len(STYLES))
+    return STYLES[at][0], STYLES[(at + 3 * around) % len(STYLES)][1]
+
+
 def _steps(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     ordered = np.sort(np.asarray(values, dtype=np.float64))
     ordered = ordered[~np.isnan(ordered)]
@@ -84,7 +90,7 @@ def _steps(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
 def _scale(axis: Any, values: Sequence[float]) -> None:
     """Logarithmic where the values spread over more than a factor of 20; from 0 otherwise."""
     positive = [value for value in values if value > 0]
-    if positive and np.percentile(positive, 99.5) > 20 * np.percentile(positive, 2):
+    if positive and max(positive) > 20 * np.percentile(positive, 2):
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter("{x:g}")
     else:

@@ -295,16 +295,42 @@ def to_csv(cells: Sequence[CellResults], baseline: CellResults | None) -> str:
     return out.getvalue()
 
 
-def to_rich(table: Table) -> Any:
-    """For a terminal, as a rich renderable."""
+def to_rich(table: Table, width: int) -> Any:
+    """For a terminal of `width` characters, as a rich renderable; columns that do not fit side by side go below."""
+    from rich.console import Group
     from rich.table import Table as RichTable
     from rich.text import Text
 
     grid = _grid(table)
-    shown = RichTable(title=table.title, caption=" ".join(table.notes), caption_justify="left", title_justify="left")
-    for index, (text, _) in enumerate(grid[0]):
-        shown.add_column(Text(text), justify="left" if index == 0 else "right", no_wrap=False)
-    for index, row in enumerate(grid[1:], 1):
-        end = index == len(table.facts) and len(table.columns) <= MOST_COLUMNS
-        shown.add_row(*(Text(text, style="bold green" if best else "") for text, best in row), end_section=end)
-    return shown
+    pages = _pages(grid, width)
+    shown = [RichTable(title_justify="left", caption_justify="left") for _ in pages]
+    shown[0].title, shown[-1].caption = table.title, " ".join(table.notes)
+    for page, columns in zip(shown, pages, strict=True):
+        for column in columns:
+            justify = "right" if column else "left"
+            page.add_column(Text(grid[0][column][0]), justify=justify, width=_wide(grid, column))
+        for index, row in enumerate(grid[1:], 1):
+            end = index == len(table.facts) and len(table.columns) <= MOST_COLUMNS
+            entries = (row[column] for column in columns)
+            page.add_row(*(Text(text, style="bold green" if best else "") for text, best in entries), end_section=end)
+    return Group(*shown)
+
+
+def _wide(grid: Grid, column: int) -> int:
+    """Characters of a column whose header may break between words."""
+    words = max(map(len, grid[0][column][0].split()), default=0)
+    return max(words, *(len(row[column][0]) for row in grid[1:]))
+
+
+def _pages(grid: Grid, width: int) -> list[list[int]]:
+    """Columns that fit beside each other, the first one on every page."""
+    frame = 3  # a border and two blanks
+    labels = 1 + _wide(grid, 0) + frame
+    pages, room = [[0]], width - labels
+    for column in range(1, len(grid[0])):
+        if room < _wide(grid, column) + frame and len(pages[-1]) > 1:
+            pages.append([0])
+            room = width - labels
+        pages[-1].append(column)
+        room -= _wide(grid, column) + frame
+    return pages

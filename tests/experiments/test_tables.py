@@ -8,10 +8,11 @@ import math
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from experiments.analysis.plots import latency_cdf
 from experiments.analysis.statistics import bootstrap_interval, paired_change
-from experiments.analysis.tables import METRICS, CellResults, build_table, to_csv, to_latex, to_markdown
+from experiments.analysis.tables import METRICS, CellResults, build_table, to_csv, to_latex, to_markdown, to_rich
 
 SHOWN = ("ttft_p50", "itl_p99", "output_throughput", "preemptions")
 
@@ -140,3 +141,17 @@ def test_the_plot_is_written_for_screen_and_paper(tmp_path: Path) -> None:
     assert files[0].read_bytes().startswith(b"\x89PNG")
     assert files[1].read_bytes().startswith(b"%PDF")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latency.pdf", "latency.png"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_terminal_table_cuts_nothing_off(width: int) -> None:
+    """Many cells: columns that do not fit stand in a further table below, with every cell's whole name."""
+    cells = [CellResults(f"policy_number_{i}", {}, {0: summary(i, 0.01 * i, 10.0, i)}, 1) for i in range(1, 12)]
+    out = io.StringIO()
+    console = Console(width=width, file=out)
+    console.print(to_rich(build_table("title", cells, SHOWN), width))
+    shown = out.getvalue()
+    assert "…" not in shown
+    assert shown.count("policy_number_11 ") == shown.count("┏") >= 1
+    for word in ("TTFT", "tokens/s", "Preemptions"):
+        assert word in shown
