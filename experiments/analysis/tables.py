@@ -307,8 +307,7 @@ def to_rich(table: Table, width: int) -> Any:
     shown[0].title, shown[-1].caption = table.title, " ".join(table.notes)
     for page, columns in zip(shown, pages, strict=True):
         for column in columns:
-            justify = "right" if column else "left"
-            page.add_column(Text(grid[0][column][0]), justify=justify, width=_wide(grid, column))
+            page.add_column(Text(grid[0][column][0]), justify="right" if column else "left", width=_wide(grid, column))
         for index, row in enumerate(grid[1:], 1):
             end = index == len(table.facts) and len(table.columns) <= MOST_COLUMNS
             entries = (row[column] for column in columns)
