@@ -25,11 +25,12 @@ CONFIG = EngineConfig(
 )  # fmt: skip
 
 
-def workload(rate: float, seed: int, count: int = 30) -> list[Arrival]:
+def workload(rate: float, seed: int, count: int = 30, at_once: int = 0) -> list[Arrival]:
+    """`count` random requests, Poisson at `rate` per second after the first `at_once`, which arrive together."""
     rng, now, made = random.Random(seed), 0.0, []
     shared = [rng.randrange(256) for _ in range(40)]  # a prefix that some have in common, for the prefix cache
     for index in range(count):
-        now += rng.expovariate(rate)
+        now += rng.expovariate(rate) if index >= at_once else 0.0
         prompt = (shared if rng.random() < 0.4 else []) + [rng.randrange(256) for _ in range(rng.randrange(2, 90))]
         sampling = SamplingParams(temperature=0, max_tokens=rng.randrange(1, 40), ignore_eos=True)
         made.append(Arrival(now, f"r{index}", prompt, sampling, priority=rng.randrange(3)))
@@ -64,7 +65,8 @@ def test_a_real_run_and_its_replay_in_virtual_time_decide_alike(policy, paramete
     executor = torch_executor.TorchExecutor(
         loaded.model, num_blocks=CONFIG.num_blocks, block_size=8, num_host_blocks=CONFIG.num_host_blocks
     )
-    arrivals = workload(rate=60.0, seed=len(policy) + len(parameters))
+    # more than the cache holds come together, so that the machine's speed has no say in whether one is preempted
+    arrivals = workload(rate=60.0, seed=len(policy) + len(parameters), at_once=12)
     real = Engine(CONFIG, schedulers.create(policy, **parameters), executor)
     report = replay(real, arrivals)
     simulated = replayed(real, report, arrivals, policy, parameters)
