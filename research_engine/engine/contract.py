@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkab
 
 from .block_ledger import BlockLedger
 from .config import EngineConfig
-from .request import Request, Status
+from .request import UNKNOWN_TOKEN, Request, Status
 
 if TYPE_CHECKING:
     from .kv_cache import KVCache
     from .records import StepRecord as StepRecord  # policies name it in annotations
 
 __all__ = [
-    "Batch", "BlockLedger", "Clock", "EngineConfig", "EngineView", "Executor", "Preemption", "PreemptionMode",
-    "Request", "SchedulePlan", "ScheduledRequest", "Scheduler", "Status", "StepResult", "TokenLogprobs",
+    "Batch", "BlockLedger", "Clock", "EngineConfig", "EngineView", "Executor", "Pending", "Preemption", "PreemptionMode",
+    "Request", "SchedulePlan", "ScheduledRequest", "Scheduler", "Status", "StepResult", "TokenLogprobs", "UNKNOWN_TOKEN",
 ]  # fmt: skip
 
 PreemptionMode = Literal["recompute", "swap"]
@@ -155,10 +155,10 @@ class Scheduler(Protocol):
         """A request joined the queue."""
 
     def on_step(self, record: StepRecord) -> None:
-        """A step ended; `record` says who computed how many tokens."""
+        """A step's tokens are out (with overlap: while the next one runs); `record` says who computed how many."""
 
     def on_finish(self, request: Request) -> None:
-        """A request ended, by stop, length or abort."""
+        """A request ended, by stop, length or abort; with overlap, its last token may still be under way."""
 
 
 class ScheduledRequest(NamedTuple):
@@ -241,13 +241,29 @@ class StepResult:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
 
+    def wait(self) -> StepResult:
+        """Itself: a result that is there is a Pending one, too."""
+        return self
+
+
+class Pending(Protocol):
+    """A step that was handed to a device; the device works on steps in the order in which they came."""
+
+    def wait(self) -> StepResult:
+        """The result, once it is there. Called once."""
+        ...
+
 
 @runtime_checkable
 class Executor(Protocol):
     """Computes batches: on a CPU, a GPU, several GPUs, or in simulated time."""
 
-    def execute(self, batch: Batch) -> StepResult:
-        """Carry out the block moves, compute the rows, draw tokens. Must not change any request."""
+    def execute(self, batch: Batch) -> Pending:
+        """Carry out the block moves, compute the rows, draw tokens; may return before that is done.
+
+        Must not change any request. A row's last token may be UNKNOWN_TOKEN: it is the one drawn for that request by
+        the batch before, which the executor alone knows.
+        """
         ...
 
     def shutdown(self) -> None:

@@ -125,7 +125,7 @@ class RandomRun:
             self.abort()
         view = engine.view()
         batch = engine.commit(engine.plan(view), view)
-        engine.kv_cache.check_integrity(engine._live.values())
+        engine.kv_cache.check_integrity(engine.queues.live.values())
         for row in batch.rows:
             written = row.request.block_ids[row.start // engine.config.block_size :]
             assert not any(engine.kv_cache._digest_of[block] for block in written), "a published block is written"
