@@ -5,6 +5,7 @@ EngineView -> Scheduler -> SchedulePlan -> (engine commits) -> Batch -> Executor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from .records import StepRecord as StepRecord  # policies name it in annotations
 
 __all__ = [
-    "Batch", "BlockLedger", "Clock", "EngineConfig", "EngineView", "Executor", "Pending", "Preemption", "PreemptionMode",
-    "Request", "SchedulePlan", "ScheduledRequest", "Scheduler", "Status", "StepResult", "TokenLogprobs", "UNKNOWN_TOKEN",
+    "Batch", "BlockLedger", "Clock", "EngineConfig", "EngineView", "Executor", "Pending", "Preemption",
+    "PreemptionMode", "Request", "SchedulePlan", "ScheduledRequest", "Scheduler", "Status", "StepResult",
+    "TokenLogprobs", "UNKNOWN_TOKEN",
 ]  # fmt: skip
 
 PreemptionMode = Literal["recompute", "swap"]
@@ -155,7 +157,7 @@ class Scheduler(Protocol):
         """A request joined the queue."""
 
     def on_step(self, record: StepRecord) -> None:
-        """A step's tokens are out (with overlap: while the next one runs); `record` says who computed how many."""
+        """A step was made; `record` says who computed how many tokens. With overlap its last two times are unknown."""
 
     def on_finish(self, request: Request) -> None:
         """A request ended, by stop, length or abort; with overlap, its last token may still be under way."""
@@ -185,7 +187,8 @@ class Batch:
 
     Attributes:
         step: number of the step.
-        started, committed: clock seconds when scheduling began and when the plan was committed.
+        started, committed, executed: clock seconds when scheduling began, when the plan was committed and when the
+            result was there.
         rows: in the plan's order.
         num_tokens: tokens of all rows.
         swap_out: (device block, host block) pairs.
@@ -200,6 +203,7 @@ class Batch:
     num_tokens: int
     started: float = 0.0
     committed: float = 0.0
+    executed: float = math.nan
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)

@@ -239,7 +239,7 @@ class Request:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended, once it has: "stop", "length", "abort" or "error"."""
+        """Why it ended: "stop", "length", "abort" or "error"; final once finish_time is set."""
         return self._finish_reason
 
     def __repr__(self) -> str:
