@@ -216,18 +216,11 @@ class Engine:
             Whether any request got further than it ever was.
         """
         advance, overlap, progress = self.kv_cache.advance, self.config.overlap, False
-        for request, start, num_tokens, draws, _ in batch.rows:
+        for request, _, num_tokens, draws, _ in batch.rows:
             if request._status is not RUNNING:  # ended since the commit
                 continue
-            advance(request, num_tokens)
-            end, peak = start + num_tokens, request._peak_computed
-            if end > peak:
-                if peak > start:
-                    request._recomputed += peak - start
-                request._peak_computed = end
+            if advance(request, num_tokens):
                 progress = True
-            else:
-                request._recomputed += num_tokens
             if draws:
                 request._tokens.append(UNKNOWN_TOKEN)
                 if overlap and len(request._tokens) >= request._length_limit:
