@@ -15,6 +15,7 @@ from .records import Records, RequestRecord, StepRecord
 from .request import RUNNING, Request, Status
 from .request_rules import check_request
 from .sampling_params import SamplingParams
+from .structured import TokenConstraint
 from .text import DecodeStream, TextAssembler
 
 
@@ -41,6 +42,7 @@ class Engine:
         clock: real or virtual time; a MonotonicClock when None.
         records: where the records of steps and requests go; in memory when None.
         decode_stream: makes a text decoder for a request; None serves token ids alone.
+        constrain: makes the constraint of a request with structured_outputs; None refuses those.
         decisions: takes down every decision of the scheduler, for explanations and replay.
     """
 
@@ -53,6 +55,7 @@ class Engine:
         clock: Clock | None = None,
         records: Records | None = None,
         decode_stream: Callable[[SamplingParams], DecodeStream] | None = None,
+        constrain: Callable[[SamplingParams], TokenConstraint | None] | None = None,
         decisions: DecisionLog | None = None,
     ) -> None:
         self.config = config
@@ -67,6 +70,7 @@ class Engine:
         self.num_steps = 0
         self.idle = True  # the last plan held nothing
         self._decode_stream = decode_stream
+        self._constrain = constrain
         self._eos = frozenset(config.eos_token_ids)
         self._live: dict[str, Request] = {}  # all that a scheduler sees
         self._running: dict[str, Request] = {}  # in order of admission
@@ -131,6 +135,7 @@ class Engine:
                 group_id=request_id,
                 sibling=group[0] if group else None,
                 text=self._text_of(own),
+                constraint=self._constraint_of(own),
                 index=self._num_added,
             )
             self._num_added += 1
@@ -281,6 +286,16 @@ class Engine:
             min_tokens=sampling.min_tokens,
         )
 
+    def _constraint_of(self, sampling: SamplingParams) -> TokenConstraint | None:
+        if sampling.structured_outputs is None:
+            return None
+        if self._constrain is None:
+            raise RequestError("structured_outputs needs a tokenizer, and this engine has none")
+        try:
+            return self._constrain(sampling)
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+
     def _append(self, request: Request, token_id: int, now: float, logprobs: TokenLogprobs | None) -> TokenOutput:
         """One drawn token: its text, and whether it ends the request."""
         tokens, text, reason, delta = request._tokens, request._text, None, ""
@@ -295,6 +310,9 @@ class Engine:
                 delta = text.push(token_id)
             if text.stopped_by is not None:
                 reason = "stop"
+        if reason is None and request.constraint is not None:
+            request.constraint.advance(token_id)
+            reason = request.constraint.ended
         if reason is None and len(tokens) >= request._length_limit:
             reason = "length"
         if reason is not None:
