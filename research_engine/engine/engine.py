@@ -27,6 +27,7 @@ from .request import RUNNING, UNKNOWN_TOKEN, Request, Status
 from .request_group import continuation_ids, make_group
 from .request_rules import check_request
 from .sampling_params import SamplingParams
+from .structured import TokenConstraint
 from .text import DecodeStream
 from .token_output import TokenOutput, take_token
 
@@ -43,6 +44,7 @@ class Engine:
         clock: real or virtual time; a MonotonicClock when None.
         records: where the records of steps and requests go; in memory when None.
         decode_stream: makes a text decoder for a request; None serves token ids alone.
+        constrain: makes the constraint of a request with structured_outputs; None refuses those.
         decisions: takes down every decision of the scheduler, for explanations and replay.
 
     Attributes:
@@ -59,6 +61,7 @@ class Engine:
         clock: Clock | None = None,
         records: Records | None = None,
         decode_stream: Callable[[SamplingParams], DecodeStream] | None = None,
+        constrain: Callable[[SamplingParams], TokenConstraint | None] | None = None,
         decisions: DecisionLog | None = None,
     ) -> None:
         self.config = config
@@ -74,7 +77,7 @@ class Engine:
         if decisions is not None:
             decisions.policy = self._policy.name
         self._progress = ProgressGuard(config.stall_limit)
-        self._decode_stream = decode_stream
+        self._decode_stream, self._constrain = decode_stream, constrain
         self._num_added = 0
         self._in_flight: tuple[Batch, Pending, StepRecord] | None = None  # handed over, its tokens not yet emitted
         self._early: list[TokenOutput] = []  # emitted between two steps
@@ -115,6 +118,7 @@ class Engine:
             request_id, prompt_token_ids, sampling, self.config, first_index=self._num_added, max_tokens=max_tokens,
             arrival_time=self.clock.now() if arrival_time is None else arrival_time, priority=priority, client=client,
             deadline=deadline, predicted_tokens=predicted_tokens, decode_stream=self._decode_stream,
+            constrain=self._constrain,
         )  # fmt: skip
         self._num_added += len(group)
         self.queues.add(group)
