@@ -247,6 +247,28 @@ void silu_and_mul(py::handle x, py::handle out, uintptr_t stream_address) {
   RESEARCH_ENGINE_DISPATCH(in, cpu::silu_and_mul(in, result), cuda::silu_and_mul(in, result, stream));
 }
 
+QuantizedWeight quantized_weight(py::handle weight, py::handle scales, py::handle zeros, py::handle offsets, int kind,
+                                 int64_t group_size) {
+  return {view(weight), view(scales), view(zeros), view(offsets), static_cast<QuantizedKind>(kind), group_size};
+}
+
+void quantized_matmul(py::handle x, py::handle weight, py::handle scales, py::handle zeros, py::handle offsets, py::handle out,
+                      py::handle workspace, int kind, int64_t group_size, uintptr_t stream_address) {
+  const QuantizedMatmul args{view(x), view(out), quantized_weight(weight, scales, zeros, offsets, kind, group_size), view(workspace)};
+  const QuantizedWeight& w = args.weight;
+  require_one_device({{"x", args.x}, {"weight", w.weight}, {"scales", w.scales}, {"zeros", w.zeros}, {"offsets", w.offsets},
+                      {"out", args.out}, {"workspace", args.workspace}});
+  RESEARCH_ENGINE_DISPATCH(args.x, cpu::quantized_matmul(args), cuda::quantized_matmul(args, stream));
+}
+
+void dequantize_weight(py::handle weight, py::handle scales, py::handle zeros, py::handle offsets, py::handle out, int kind,
+                       int64_t group_size, uintptr_t stream_address) {
+  const QuantizedWeight w = quantized_weight(weight, scales, zeros, offsets, kind, group_size);
+  const TensorView result = view(out);
+  require_one_device({{"weight", w.weight}, {"scales", w.scales}, {"zeros", w.zeros}, {"offsets", w.offsets}, {"out", result}});
+  RESEARCH_ENGINE_DISPATCH(result, cpu::dequantize_weight(w, result), cuda::dequantize_weight(w, result, stream));
+}
+
 #ifdef RESEARCH_ENGINE_WITH_CUDA
 constexpr bool kWithCuda = true;
 #else
@@ -278,8 +300,13 @@ PYBIND11_MODULE(_C, m) {
   m.def("fused_add_rms_norm", &fused_add_rms_norm);
   m.def("rotary_embedding", &rotary_embedding);
   m.def("silu_and_mul", &silu_and_mul);
+  m.def("quantized_matmul", &quantized_matmul);
+  m.def("dequantize_weight", &dequantize_weight);
 #ifdef RESEARCH_ENGINE_WITH_CUDA
   m.def("paged_attention_workspace", &paged_attention_workspace);
+  m.def("quantized_matmul_workspace", [](int kind, int64_t tokens, int64_t columns, int64_t depth, int device) {
+    return cuda::quantized_matmul_workspace(static_cast<QuantizedKind>(kind), tokens, columns, depth, device);
+  });
   m.def("cuda_device_count", &cuda::device_count);
   m.def("cuda_device_description", &cuda::device_description);
 #endif

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from research_engine.kernels._checks import QUANTIZED_CACHE_DTYPES
+from research_engine.kernels.quantized import KINDS, QuantizedWeight, unpack_weight
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -47,6 +48,25 @@ def rotary_embedding(
             heads[..., :rotary_dim] = torch.cat((a * cosines - b * sines, b * cosines + a * sines), dim=-1).to(
                 heads.dtype
             )
+
+
+def dequantize_weight(weight: QuantizedWeight) -> torch.Tensor:
+    """See `kernels.dequantize_weight`: `[N, K]`."""
+    n, group_size = weight.out_features, weight.group_size
+
+    def wide(x: torch.Tensor) -> torch.Tensor:
+        """`[G, N padded]` -> `[N, K]`"""
+        return x[:, :n].double().repeat_interleave(group_size, dim=0).T
+
+    q = unpack_weight(weight).float().double()
+    zeros = KINDS[weight.kind].default_zero if weight.zeros is None else wide(weight.zeros)
+    result = wide(weight.scales) * (q - zeros)
+    return result if weight.offsets is None else result + wide(weight.offsets)
+
+
+def quantized_matmul(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """See `kernels.quantized_matmul`."""
+    return x.double() @ dequantize_weight(weight).T
 
 
 def reshape_and_cache(
