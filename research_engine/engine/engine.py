@@ -92,11 +92,13 @@ class Engine:
         client: str = "",
         deadline: float | None = None,
         predicted_tokens: int | None = None,
+        computed_tokens: int = 0,
     ) -> list[Request]:
         """Queue a prompt; with n > 1 it becomes n requests `id/0`, `id/1` ... that share the prompt's blocks.
 
         Args:
             arrival_time: scheduled arrival in clock seconds; now when None.
+            computed_tokens: leading tokens of the prompt whose KV was computed elsewhere and comes with the request.
 
         Returns:
             The continuations, n of them.
@@ -105,7 +107,7 @@ class Engine:
             RequestError: it could never be served; says which value breaks which limit. Nothing was queued.
             QueueFullError: max_num_queued requests wait already. Nothing was queued.
         """
-        max_tokens = check_request(request_id, prompt_token_ids, sampling, self.config)
+        max_tokens = check_request(request_id, prompt_token_ids, sampling, self.config, computed_tokens)
         names = [request_id] if sampling.n == 1 else [f"{request_id}/{index}" for index in range(sampling.n)]
         if request_id in self._groups or not self._names.isdisjoint(names):
             raise RequestError(f"request {request_id!r}: one of that id is live; ids are unique among live requests")
@@ -132,6 +134,7 @@ class Engine:
                 sibling=group[0] if group else None,
                 text=self._text_of(own),
                 index=self._num_added,
+                arriving=computed_tokens,
             )
             self._num_added += 1
             group.append(request)

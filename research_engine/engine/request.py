@@ -45,10 +45,11 @@ class Request:
         sibling: the request with the same prompt whose blocks this one may share (n > 1), or None.
         text: turns its tokens into text, or None.
         index: position in the order of all requests ever added; breaks ties of arrival time.
+        arriving: leading tokens whose KV was computed elsewhere and comes with the request.
     """
 
     __slots__ = (
-        "_admitted_time", "_block_ids", "_cached_tokens", "_computed", "_digests", "_finish_reason", "_finish_time",
+        "_admitted_time", "_arriving", "_block_ids", "_cached_tokens", "_computed", "_digests", "_finish_reason", "_finish_time",
         "_first_scheduled_time", "_first_token_time", "_host_block_ids", "_last_token_time", "_length_limit",
         "_num_prompt", "_peak_computed", "_preemptions", "_prompt_logprobs", "_published", "_recomputed", "_status",
         "_stop_ids", "_text", "_tokens", "arrival_time", "client", "deadline", "group_id", "id", "index",
@@ -73,6 +74,7 @@ class Request:
         sibling: Request | None = None,
         text: TextAssembler | None = None,
         index: int = 0,
+        arriving: int = 0,
     ) -> None:
         self.id = request_id
         self.index = index
@@ -92,6 +94,7 @@ class Request:
         self._text = text
         self._status = Status.WAITING
         self._computed = 0
+        self._arriving = arriving  # until it is admitted
         self._peak_computed = 0  # most tokens ever computed: what lies below it is recompute
         self._recomputed = 0
         self._cached_tokens = 0
