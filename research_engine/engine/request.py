@@ -49,11 +49,11 @@ class Request:
     """
 
     __slots__ = (
-        "_admitted_time", "_arriving", "_block_ids", "_cached_tokens", "_computed", "_digests", "_finish_reason", "_finish_time",
-        "_first_scheduled_time", "_first_token_time", "_host_block_ids", "_last_token_time", "_length_limit",
-        "_num_prompt", "_peak_computed", "_preemptions", "_prompt_logprobs", "_published", "_recomputed", "_status",
-        "_stop_ids", "_text", "_tokens", "arrival_time", "client", "deadline", "group_id", "id", "index",
-        "predicted_tokens", "priority", "sampling", "seed", "sibling",
+        "_admitted_time", "_arriving", "_block_ids", "_cached_tokens", "_computed", "_digests", "_finish_reason",
+        "_finish_time", "_first_scheduled_time", "_first_token_time", "_host_block_ids", "_last_token_time",
+        "_length_limit", "_num_prompt", "_peak_computed", "_preemptions", "_prompt_logprobs", "_published",
+        "_recomputed", "_status", "_stop_ids", "_text", "_tokens", "arrival_time", "client", "deadline", "group_id",
+        "id", "index", "predicted_tokens", "priority", "sampling", "seed", "sibling",
     )  # fmt: skip
 
     def __init__(
