@@ -29,7 +29,8 @@ from .request_rules import check_request
 from .sampling_params import SamplingParams
 from .structured import TokenConstraint
 from .text import DecodeStream
-from .token_output import TokenOutput, take_token
+from .token_output import TokenOutput as TokenOutput
+from .token_output import take_token
 
 Answer = TypeVar("Answer")
 
@@ -99,11 +100,13 @@ class Engine:
         client: str = "",
         deadline: float | None = None,
         predicted_tokens: int | None = None,
+        computed_tokens: int = 0,
     ) -> list[Request]:
         """Queue a prompt; with n > 1 it becomes n requests `id/0`, `id/1` ... that share the prompt's blocks.
 
         Args:
             arrival_time: scheduled arrival in clock seconds; now when None.
+            computed_tokens: leading tokens of the prompt whose KV was computed elsewhere and comes with the request.
 
         Returns:
             The continuations, n of them.
@@ -112,13 +115,13 @@ class Engine:
             RequestError: it could never be served; says which value breaks which limit. Nothing was queued.
             QueueFullError: max_num_queued requests wait already. Nothing was queued.
         """
-        max_tokens = check_request(request_id, prompt_token_ids, sampling, self.config)
+        max_tokens = check_request(request_id, prompt_token_ids, sampling, self.config, computed_tokens)
         self.queues.check(request_id, continuation_ids(request_id, sampling.n), self.config)
         group = make_group(
             request_id, prompt_token_ids, sampling, self.config, first_index=self._num_added, max_tokens=max_tokens,
             arrival_time=self.clock.now() if arrival_time is None else arrival_time, priority=priority, client=client,
             deadline=deadline, predicted_tokens=predicted_tokens, decode_stream=self._decode_stream,
-            constrain=self._constrain,
+            constrain=self._constrain, computed_tokens=computed_tokens,
         )  # fmt: skip
         self._num_added += len(group)
         self.queues.add(group)

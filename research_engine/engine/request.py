@@ -48,14 +48,15 @@ class Request:
         text: turns its tokens into text, or None.
         constraint: what its output must look like, or None.
         index: position in the order of all requests ever added; breaks ties of arrival time.
+        arriving: leading tokens whose KV was computed elsewhere and comes with the request.
     """
 
     __slots__ = (
-        "_admitted_time", "_block_ids", "_cached_tokens", "_computed", "_digests", "_finish_reason", "_finish_time",
-        "_first_scheduled_time", "_first_token_time", "_host_block_ids", "_last_token_time", "_length_limit",
-        "_num_prompt", "_peak_computed", "_preemptions", "_prompt_logprobs", "_published", "_recomputed", "_status",
-        "_stop_ids", "_text", "_tokens", "arrival_time", "client", "constraint", "deadline", "group_id", "id",
-        "index", "predicted_tokens", "priority", "sampling", "seed", "sibling",
+        "_admitted_time", "_arriving", "_block_ids", "_cached_tokens", "_computed", "_digests", "_finish_reason",
+        "_finish_time", "_first_scheduled_time", "_first_token_time", "_host_block_ids", "_last_token_time",
+        "_length_limit", "_num_prompt", "_peak_computed", "_preemptions", "_prompt_logprobs", "_published",
+        "_recomputed", "_status", "_stop_ids", "_text", "_tokens", "arrival_time", "client", "constraint", "deadline",
+        "group_id", "id", "index", "predicted_tokens", "priority", "sampling", "seed", "sibling",
     )  # fmt: skip
 
     def __init__(
@@ -77,6 +78,7 @@ class Request:
         text: TextAssembler | None = None,
         constraint: TokenConstraint | None = None,
         index: int = 0,
+        arriving: int = 0,
     ) -> None:
         self.id = request_id
         self.index = index
@@ -97,6 +99,7 @@ class Request:
         self.constraint = constraint
         self._status = Status.WAITING
         self._computed = 0
+        self._arriving = arriving  # until it is admitted
         self._peak_computed = 0  # most tokens ever computed: what lies below it is recompute
         self._recomputed = 0
         self._cached_tokens = 0

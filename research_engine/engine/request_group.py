@@ -30,6 +30,7 @@ def make_group(
     client: str,
     deadline: float | None,
     predicted_tokens: int | None,
+    computed_tokens: int,
     decode_stream: Callable[[SamplingParams], DecodeStream] | None,
     constrain: Callable[[SamplingParams], TokenConstraint | None] | None,
 ) -> list[Request]:
@@ -64,6 +65,7 @@ def make_group(
                 text=_text_of(own, decode_stream),
                 constraint=_constraint_of(own, constrain),
                 index=first_index + index,
+                arriving=computed_tokens,
             )
         )
     return group
