@@ -23,6 +23,7 @@ COMMANDS = {
     "doctor": Command(
         "research_engine.doctor:main", "what was built, what this machine has, and what to do about the rest"
     ),
+    "memory": Command("research_engine.memory:main", "what a GPU's memory would go to, from config.json alone"),
     "bench cpu": Command(
         "research_engine.bench.cpu:main", "decode and prefill against transformers; --loop: host time"
     ),

@@ -10,12 +10,21 @@ _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
 _UNWANTED = ["*/*", "consolidated*"]  # other formats and copies kept in folders
 
 
+def fetch_config(repository: str, cache: Path) -> Path:
+    """A directory with the configuration files of ``OWNER/NAME`` alone. Raises LoadError as `fetch_repository` does."""
+    return _fetch(repository, cache, ["config.json", "generation_config.json"], progress=False)
+
+
 def fetch_repository(repository: str, cache: Path, *, progress: bool) -> Path:
     """The local snapshot of ``OWNER/NAME``; resumes an interrupted download, and works offline once complete.
 
     Raises:
         LoadError: the repository does not exist, is gated, holds no safetensors, or cannot be reached.
     """
+    return _fetch(repository, cache, _WANTED, progress=progress)
+
+
+def _fetch(repository: str, cache: Path, wanted: list[str], *, progress: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
@@ -25,7 +34,7 @@ def fetch_repository(repository: str, cache: Path, *, progress: bool) -> Path:
         disable_progress_bars()
     try:
         return Path(
-            snapshot_download(repository, cache_dir=cache / "hub", allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+            snapshot_download(repository, cache_dir=cache / "hub", allow_patterns=wanted, ignore_patterns=_UNWANTED)
         )
     except GatedRepoError as error:
         raise LoadError(
