@@ -97,20 +97,20 @@ class Basis:
             rows.append(row)
         return np.array(rows).reshape(len(rows), columns)
 
-    def profile(self, values: Sequence[float], model: str, machine: Mapping[str, str]) -> Profile:
+    def profile(self, values: Iterable[float], model: str, machine: Mapping[str, str]) -> Profile:
         """The profile whose unknowns are `values`."""
         at = iter(float(value) for value in values)
         base = next(at)
         dense = _heights(base, [next(at) for _ in self.dense[1:]], self.dense)
         head = _heights(0.0, [next(at) for _ in self.head], (0.0, *self.head))
-        decode = [next(at) for _ in range(4)]
-        rates = {(chunk, before): next(at) for chunk in self.chunks for before in self.befores}
+        a, b, c, d = (next(at) for _ in range(4))
+        rates: dict[tuple[float, ...], float] = {(t, k): next(at) for t in self.chunks for k in self.befores}
         return Profile(
             model=model,
             machine=machine,
             dense=Curve(zip(self.dense, dense, strict=True)),
             head=Curve(zip((0.0, *self.head), head, strict=True)),
-            attention=AttentionFormula(*decode, prefill=rates),
+            attention=AttentionFormula(a, b, c, d, rates),
             block_move=(next(at), next(at)),
             block_copy=(next(at), next(at)),
         )
