@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .engine import Engine, TokenOutput
+from .engine import Engine
 from .errors import RequestError
 from .records import RequestRecord
 from .request import Request
 from .sampling_params import SamplingParams
+from .token_output import TokenOutput
 
 
 @dataclass(frozen=True)

@@ -138,13 +138,26 @@ class KVCache:
             digests.append(hashlib.blake2b(parent + block, digest_size=16).digest())
         return digests if len(digests) == num_blocks else digests[:num_blocks]
 
-    def advance(self, request: Request, num_tokens: int) -> None:
-        """Count tokens of a running request as computed, after the step that did it; publishes blocks that got full."""
-        computed = request._computed = request._computed + num_tokens
+    def advance(self, request: Request, num_tokens: int) -> bool:
+        """Count tokens of a running request as computed, once their step is handed over; publishes full blocks.
+
+        Returns:
+            Whether it is further than it ever was; what lies below that was computed again.
+        """
+        before = request._computed
+        computed = request._computed = before + num_tokens
         self._tokens_held += num_tokens
         full = computed // self.block_size
         if full > request._published and self._prefix_caching:
             self._publish(request, full)
+        peak = request._peak_computed
+        if computed <= peak:
+            request._recomputed += num_tokens
+            return False
+        if peak > before:
+            request._recomputed += peak - before
+        request._peak_computed = computed
+        return True
 
     def _publish(self, request: Request, full: int) -> None:
         digests = self._digests(request, full)

@@ -24,6 +24,7 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+UNKNOWN_TOKEN = -1  # the place of a token that is drawn but has not come back from the device
 RUNNING = Status.RUNNING  # as a global it is read faster than as a member, and this is read for every sequence and step
 
 
@@ -119,7 +120,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens known so far."""
+        """Prompt and output tokens known so far, one that is under way from the device included."""
         return len(self._tokens)
 
     @property
@@ -189,7 +190,7 @@ class Request:
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Prompt and output tokens; treat as read-only."""
+        """Prompt and output tokens; treat as read-only. The last is UNKNOWN_TOKEN while it is under way."""
         return self._tokens
 
     @property
@@ -241,7 +242,7 @@ class Request:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended, once it has: "stop", "length", "abort" or "error"."""
+        """Why it ended: "stop", "length", "abort" or "error"; final once finish_time is set."""
         return self._finish_reason
 
     def __repr__(self) -> str:

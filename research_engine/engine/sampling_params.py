@@ -108,6 +108,11 @@ class SamplingParams:
     def needs_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def needs_history(self) -> bool:
+        """Whether a draw depends on which tokens came before it beyond what the model sees."""
+        return self.needs_penalties
+
     def for_continuation(self, index: int, seed: int) -> SamplingParams:
         """The parameters of continuation `index` of n: one stream, its own seed."""
         return replace(self, n=1, seed=seed + index)
