@@ -10,6 +10,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -46,15 +47,24 @@ class _AsTold:
         pass
 
 
-class _WithEmptyContexts:
-    """An executor that waits for its device, and for which KV from elsewhere is whatever its cache holds."""
+class _Timed:
+    """An executor that waits for its device, and for which KV from elsewhere is whatever its cache holds.
+
+    Attributes:
+        handover: seconds that the last batch took to be handed over; 0 where that computes it.
+    """
 
     def __init__(self, executor: Executor, wait: Callable[[], None]) -> None:
         self._executor, self._wait = executor, wait
+        self.handover = 0.0
 
     def execute(self, batch: Batch) -> StepResult:
         batch.received.clear()
-        result = self._executor.execute(batch)
+        begin = time.perf_counter()
+        pending = self._executor.execute(batch)
+        seconds = time.perf_counter() - begin
+        self.handover = 0.0 if isinstance(pending, StepResult) else seconds
+        result = pending.wait()
         self._wait()
         return result
 
@@ -72,7 +82,8 @@ class Bench:
     """
 
     def __init__(self, engine: Engine, wait: Callable[[], None], *, seed: int = 0) -> None:
-        self._config, self._inner, self._wait = engine.config, engine.executor, wait
+        self._config = replace(engine.config, overlap=False)  # so that a step's time is its own
+        self._inner, self._wait = engine.executor, wait
         rng = random.Random(seed)
         size = self._config.vocab_size
         self._tokens = [rng.randrange(size) for _ in range(self._config.max_model_len)]
@@ -83,7 +94,8 @@ class Bench:
     def designed(self, design: Design) -> list[Sample]:
         """Times of some steps of a design, fewer where a first step takes long."""
         script = _AsTold()
-        engine = Engine(self._config, script, _WithEmptyContexts(self._inner, self._wait))
+        device = _Timed(self._inner, self._wait)
+        engine = Engine(self._config, script, device)
         staying = [self._add(engine, kv, kv - 1, REPEATS + 4).id for kv in design.decodes]
         if staying:
             script.tokens = dict.fromkeys(staying, 1)
@@ -96,7 +108,7 @@ class Bench:
             }
             script.tokens = dict.fromkeys(staying, 1) | chunks
             engine.step()
-            sample = Sample.of(engine.records.steps[-1])
+            sample = Sample.of(engine.records.steps[-1], device.handover)
             for name in chunks:
                 engine.abort(name)
             if repeat == 0 and sample.total < WARM_BELOW:
@@ -124,13 +136,14 @@ class Bench:
                 samples.append(Sample(Work(0, 0, 0, blocks_copied=blocks), seconds, 0.0))
         return samples
 
-    def served(self, scheduler: Scheduler, *, seed: int = 0) -> Iterator[StepRecord]:
+    def served(self, scheduler: Scheduler, *, seed: int = 0) -> Iterator[Sample]:
         """Steps of ordinary serving without end: waves of a quarter more than 1, 2, 4 ... and all requests at once.
 
         Prompts and outputs have log-normal lengths of ShareGPT's kind, bounded by what the engine takes.
         """
         rng = random.Random(seed)
-        engine = Engine(self._config, scheduler, self._inner)
+        device = _Timed(self._inner, self._wait)
+        engine = Engine(self._config, scheduler, device)
         most = self._config.max_num_seqs
         waves = [size for size in (2**power for power in range(20)) if size < most] + [most, most]
         for number in count():
@@ -140,7 +153,7 @@ class Bench:
             while engine.has_unfinished:
                 engine.step()
                 if engine.num_steps > WARM_STEPS:
-                    yield engine.records.steps[-1]
+                    yield Sample.of(engine.records.steps[-1], device.handover)
 
     def _add_drawn(self, engine: Engine, rng: random.Random) -> None:
         room = min(self._config.max_model_len - 2, self._config.num_slots - 1)
@@ -162,7 +175,7 @@ class Bench:
         for _ in range(REPEATS + 1):
             self._wait()
             begin = time.perf_counter()
-            self._inner.execute(batch)
+            self._inner.execute(batch).wait()
             self._wait()
             times.append(time.perf_counter() - begin)
         return statistics.median(times[1:])

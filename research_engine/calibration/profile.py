@@ -22,7 +22,6 @@ from research_engine.calibration.measure import REPEATS, Bench, median_sample
 from research_engine.calibration.recorded import read_steps
 from research_engine.engine.contract import Scheduler
 from research_engine.engine.engine import Engine
-from research_engine.engine.records import StepRecord
 from research_engine.simulation.fit import (
     MIN_STEPS,
     Sample,
@@ -30,6 +29,7 @@ from research_engine.simulation.fit import (
     fit_host,
     fit_profile,
     fit_samples,
+    recorded_samples,
     refine,
     sample_error,
 )  # fmt: skip
@@ -124,7 +124,7 @@ def from_run(options: ProfileOptions) -> Profile:
     except OSError as error:
         raise ValueError(f"base = {options.base}: {error.strerror}") from error
     base.require(model=options.model)
-    return refine(base, steps)
+    return refine(base, recorded_samples(steps))
 
 
 def measure(options: ProfileOptions, advance: Advance, *, clock: Callable[[], float] = time.perf_counter) -> Profile:
@@ -172,24 +172,24 @@ def measure(options: ProfileOptions, advance: Advance, *, clock: Callable[[], fl
         designs = make_designs(_limits(engine), steps=REPEATS + 4, seed=options.seed)
         measured = _measure_designs(bench, designs, elapsed, advance)
         moves = bench.moves()
-        steps = _serve(bench, scheduler, elapsed, advance, options.seed)
+        served = _serve(bench, scheduler, elapsed, advance, options.seed)
     finally:
         engine.executor.shutdown()
-    if len(measured) < MIN_DESIGNS or len(steps) < MIN_STEPS:
+    if len(measured) < MIN_DESIGNS or len(served) < MIN_STEPS:
         raise ValueError(
-            f"in {options.minutes:g} minutes {len(measured)} designed batches and {len(steps)} steps of serving were "
+            f"in {options.minutes:g} minutes {len(measured)} designed batches and {len(served)} steps of serving were "
             f"measured; a profile needs {MIN_DESIGNS} and {MIN_STEPS}: give more minutes, or lower "
             "max_num_batched_tokens or max_model_len"
         )
     advance(1.0, "fitting")
     machine = machine_facts(str(device), str(loaded.model.dtype).removeprefix("torch."))
-    return fit(measured, moves, steps, designs_made=len(designs), model=options.model, machine=machine)
+    return fit(measured, moves, served, designs_made=len(designs), model=options.model, machine=machine)
 
 
 def fit(
     measured: Mapping[Design, Sequence[Sample]],
     moves: Sequence[Sample],
-    steps: Sequence[StepRecord],
+    served: Sequence[Sample],
     *,
     designs_made: int,
     model: str,
@@ -205,12 +205,11 @@ def fit(
     basis = basis_of(training)
     designed = fit_samples([*samples, *moves], basis, model=model, machine=machine)
     parts = {part: sample_error(designed, out, host=False) for part, out in held.items() if out}
-    rest, _ = every_fifth(steps)
+    often, seldom = every_fifth(served)
     origin = f"{len(measured)} of {designs_made} designed batches, {len(moves)} block moves"
-    profile = replace(designed, host=fit_host([Sample.of(step) for step in rest]), origin=origin)
-    served = [Sample.of(step) for step in every_fifth(steps)[1]]
-    parts["served steps, from the designed ones alone"] = sample_error(profile, served)
-    return replace(refine(profile, steps), parts=parts)
+    profile = replace(designed, host=fit_host(often), origin=origin)
+    parts["served steps, from the designed ones alone"] = sample_error(profile, seldom)
+    return replace(refine(profile, served), parts=parts)
 
 
 def error_table(profile: Profile) -> Table:
@@ -248,7 +247,7 @@ def _measure_designs(
 
 def _serve(
     bench: Bench, scheduler: Scheduler, elapsed: Callable[[], float], advance: Advance, seed: int
-) -> list[StepRecord]:
+) -> list[Sample]:
     """Steps of ordinary serving, for its share of the time."""
     end = min(elapsed(), DESIGNED_SHARE) + SERVED_SHARE
     steps = []

@@ -78,8 +78,8 @@ def test_planted_costs_come_back_part_by_part():
     works = [sample.work for samples in measured.values() for sample in samples]
     moves = [Sample(w, cost.price(w), 0.0) for n in (1, 8, 64) for w in (Work(0, 0, 0, 0, 0, 0, (), n, 0),
                                                                       Work(0, 0, 0, 0, 0, 0, (), 0, n))]  # fmt: skip
-    steps = [record_of(work, cost.price(work), 1e-4) for work in works]
-    profile = fit(measured, moves, steps, designs_made=len(designs), model="m", machine={"gpu": "planted"})
+    served = [Sample(work, cost.price(work), 1e-4) for work in works]
+    profile = fit(measured, moves, served, designs_made=len(designs), model="m", machine={"gpu": "planted"})
     for part in ("dense", "head", "decode", "prefill", "mixed"):
         assert profile.parts[part]["mape"] < 0.03, part
     assert profile.held_out["mape"] < 0.02
@@ -87,24 +87,6 @@ def test_planted_costs_come_back_part_by_part():
     assert profile.attention.per_token == pytest.approx(3e-8, rel=0.05)
     assert sum(profile.host) * 1e4 == pytest.approx(1.0, rel=0.3)
     assert profile.dense(65) - profile.dense(64) == pytest.approx(1e-3, rel=0.1)  # the tile edge
-
-
-def record_of(work: Work, execute: float, host: float):
-    """A step with this work and these times."""
-    from research_engine.engine.records import StepRecord
-
-    rows = [(t, k) for t, k in work.prefills]
-    if work.decodes:
-        contexts = [work.decode_kv_max] + [1] * (work.decodes - 1)
-        left = work.decode_kv - sum(contexts)
-        for at in range(1, work.decodes):
-            more = min(left, work.decode_kv_max - 1)
-            contexts[at], left = contexts[at] + more, left - more
-        rows += [(1, context - 1) for context in contexts]
-    drew = [at >= len(rows) - work.draws for at in range(len(rows))]
-    names = [str(at) for at in range(len(rows))]
-    return StepRecord(0, 1.0, 1.0 + host, 1.0 + host + execute, 1.0 + host + execute, names, [k for _, k in rows],
-                      [t for t, _ in rows], drew, len(rows), 0, 1, 0, 1, 1, [], 0, 0, 0)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
