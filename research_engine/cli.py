@@ -27,6 +27,9 @@ COMMANDS = {
     "bench cpu": Command(
         "research_engine.bench.cpu:main", "decode and prefill against transformers; --loop: host time"
     ),
+    "profile": Command(
+        "research_engine.calibration.profile:main", "measure this machine for the simulator: a profile with its error"
+    ),
     "bench kernels": Command(
         "research_engine.bench.kernels:main", "the ops against the measured roofline, torch and other libraries"
     ),
