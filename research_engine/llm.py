@@ -114,9 +114,7 @@ def build_engine(
         raise OptionError(f"no memory for the KV cache of {sizes} of {config.block_size} tokens: {error}") from error
     stream = None if tokenizer is None else lambda sampling: tokenizer.decode_stream(sampling.skip_special_tokens)
     constrain = None if tokenizer is None else GrammarCompiler(tokenizer, config.vocab_size)
-    return Engine(
-        config, scheduler, executor, clock=clock, records=records, decode_stream=stream, constrain=constrain
-    )
+    return Engine(config, scheduler, executor, clock=clock, records=records, decode_stream=stream, constrain=constrain)
 
 
 def engine_config(

@@ -46,7 +46,9 @@ class StructuredOutputsParams:
             if value is not None and not isinstance(value, kind):
                 raise ValueError(f"{name} = {value!r}: must be {what}")
         if self.choice is not None:
-            good = isinstance(self.choice, (list, tuple)) and all(isinstance(text, str) and text for text in self.choice)
+            good = isinstance(self.choice, (list, tuple)) and all(
+                isinstance(text, str) and text for text in self.choice
+            )
             if not good or not self.choice:
                 raise ValueError(f"choice = {self.choice!r}: must be a list of texts that are not empty")
 

@@ -16,8 +16,20 @@ from research_engine.engine.errors import EngineError, IntegrityError, QueueFull
 from research_engine.engine.request import Request
 from research_engine.server.live_records import LiveRecords
 from research_engine.server.wire import (
-    Abort, Add, Delta, Embed, Embedded, EngineEnd, Failed, Finish, Progress, Ready, Refused, ToEngine, decode_sampling,
-)  # fmt: skip
+    Abort,
+    Add,
+    Delta,
+    Embed,
+    Embedded,
+    EngineEnd,
+    Failed,
+    Finish,
+    Progress,
+    Ready,
+    Refused,
+    ToEngine,
+    decode_sampling,
+)
 
 if TYPE_CHECKING:
     from research_engine.engine.contract import TokenLogprobs
@@ -94,7 +106,7 @@ class EngineLoop:
             self._embed_prompts(message)
 
     def _add(self, message: Add) -> None:
-        age = max(0.0, time.perf_counter() - message.sent)
+        age = max(0.0, time.perf_counter() - message.arrived)
         try:
             group = self._engine.add_request(
                 message.request_id,
@@ -195,9 +207,7 @@ class EngineLoop:
         if not self._engine.has_unfinished or now - self._last_snapshot > _SNAPSHOT_SECONDS:
             self._last_snapshot, self._stale = now, False
             view = self._engine.view()
-            snapshot = self._records.snapshot(
-                view.num_running, view.num_waiting, self._engine.kv_cache.num_used_blocks
-            )
+            snapshot = self._records.snapshot(view.num_running, view.num_waiting, self._engine.kv_cache.num_used_blocks)
         self._end.send(Progress(deltas, self._records.take_steps(), snapshot))
 
     def _fail(self, error: Exception) -> None:

@@ -28,7 +28,7 @@ class Add(msgspec.Struct, array_like=True, tag="add", gc=False):
         request_id: the engine's name for it, which errors and records carry.
         sampling: `encode_sampling` of its parameters.
         stream: whether text goes out as it comes, or all at once at the end.
-        sent: `time.perf_counter()` of the HTTP process when the request arrived.
+        arrived: `time.perf_counter()` when its HTTP request came; on one machine all processes share that clock.
     """
 
     key: int
@@ -36,7 +36,7 @@ class Add(msgspec.Struct, array_like=True, tag="add", gc=False):
     prompt: list[int]
     sampling: bytes
     stream: bool
-    sent: float
+    arrived: float
     priority: int = 0
     client: str = ""
 
