@@ -18,6 +18,7 @@ import msgspec
 
 from research_engine.engine.contract import TokenLogprobs
 from research_engine.engine.sampling_params import SamplingParams
+from research_engine.engine.structured import StructuredOutputsParams
 
 
 class Add(msgspec.Struct, array_like=True, tag="add", gc=False):
@@ -197,7 +198,10 @@ def encode_sampling(sampling: SamplingParams) -> bytes:
 @lru_cache(maxsize=1024)
 def decode_sampling(encoded: bytes) -> SamplingParams:
     """The parameters again. Requests of one load share theirs, which are frozen."""
-    return SamplingParams(**msgspec.msgpack.decode(encoded, strict=False))
+    values = msgspec.msgpack.decode(encoded, strict=False)
+    if "structured_outputs" in values:
+        values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
+    return SamplingParams(**values)
 
 
 class EngineEnd:

@@ -1,4 +1,4 @@
-"""`python -m tests.server.run_server ENGINE TOKENIZER [flags of serve]`: the server around an engine named by the test."""
+"""`python -m tests.server.run_server ENGINE TOKENIZER [flags of serve]`: a server around an engine of the test's."""
 
 from __future__ import annotations
 

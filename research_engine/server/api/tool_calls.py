@@ -17,6 +17,7 @@ from typing import Any
 
 _HERMES = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _OPENING = "<tool_call>"
+_TAG = "<|python_tag|>"
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def parse(text: str, names: Collection[str]) -> tuple[str, list[ToolCall]]:
                 rest.append(text[at : match.start()])
                 at = match.end()
         return ("".join([*rest, text[at:]]).strip() if calls else text), calls
-    stripped = text.strip().removeprefix("<|python_tag|>")
+    stripped = text.strip().removeprefix(_TAG)
     if stripped.startswith("{"):
         for piece in _objects(stripped):
             call = _call(piece, names)
@@ -100,7 +101,7 @@ class ToolCallStream:
         if self._holding:
             return ""
         begins = self._held.lstrip()
-        if (not self._shown and begins[:1] in ("", "{")) or begins.startswith("<|python_tag|>"):
+        if not self._shown and (begins[:1] == "{" or _TAG.startswith(begins) or begins.startswith(_TAG)):
             return ""
         at = self._held.find(_OPENING)
         if at >= 0:
