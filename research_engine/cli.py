@@ -13,13 +13,20 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """`module:function`, whose typed parameters become the command's arguments and which returns an exit code."""
+    """`module:function`, whose typed parameters become the command's arguments and which returns an exit code.
+
+    One that `parses_itself` takes the words after the command instead.
+    """
 
     target: str
     summary: str
+    parses_itself: bool = False
 
 
 COMMANDS = {
+    "serve": Command(
+        "research_engine.server.serve:main", "a model over HTTP with OpenAI's protocol", parses_itself=True
+    ),
     "doctor": Command(
         "research_engine.doctor:main", "what was built, what this machine has, and what to do about the rest"
     ),
@@ -54,6 +61,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
     try:
         function = _import(COMMANDS[name].target)
+        if COMMANDS[name].parses_itself:
+            return function(words[name.count(" ") + 1 :])
         return tyro.cli(function, prog=f"research-engine {name}", args=words[name.count(" ") + 1 :])
     except ValueError as error:  # the project's word for a wrong value, and the message says which
         print(f"research-engine {name}: {error}", file=sys.stderr)
