@@ -31,6 +31,14 @@ COMMANDS = {
         "research_engine.doctor:main", "what was built, what this machine has, and what to do about the rest"
     ),
     "memory": Command("research_engine.memory:main", "what a GPU's memory would go to, from config.json alone"),
+    # "chat": Command("research_engine.chat:main", "talk to a model in the terminal, over HTTP or in this process"),
+    "bench serve": Command(
+        "research_engine.bench.serve:main", "load on a server: latency, throughput, goodput, saturation point"
+    ),
+    "bench compare": Command("research_engine.bench.compare:main", "results of bench serve against each other"),
+    "bench client": Command(
+        "research_engine.bench.client_ceiling:main", "how much load bench serve can make and read on this machine"
+    ),
     "bench cpu": Command(
         "research_engine.bench.cpu:main", "decode and prefill against transformers; --loop: host time"
     ),
