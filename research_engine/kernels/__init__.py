@@ -13,6 +13,7 @@ from research_engine.kernels.build_info import build_info
 from research_engine.kernels.cache import copy_blocks, reshape_and_cache, swap_blocks
 from research_engine.kernels.norm import fused_add_rms_norm, rms_norm
 from research_engine.kernels.rotary import rotary_embedding
+from research_engine.kernels.sampling import Sampled, sample, sample_workspace
 
 __all__ = [
     "paged_attention",
@@ -24,6 +25,9 @@ __all__ = [
     "fused_add_rms_norm",
     "rotary_embedding",
     "silu_and_mul",
+    "sample",
+    "sample_workspace",
+    "Sampled",
     "reference",
     "build_info",
 ]
