@@ -13,7 +13,7 @@ using Stream = void*;  // cudaStream_t; the CPU ops take none
 
 struct PagedAttention {
   TensorView query;            // [T, Hq, D], rows may be strided
-  TensorView key_cache;        // [N, Hkv, B, D], a (block, head) tile is contiguous
+  TensorView key_cache;        // [N, Hkv, B, D], a (block, head) tile is contiguous; of query's dtype, f8e4m3 or i8
   TensorView value_cache;      // [N, Hkv, B, D]
   TensorView block_tables;     // int32 [R, max_blocks]
   TensorView query_start_loc;  // int32 [R + 1]
@@ -22,6 +22,8 @@ struct PagedAttention {
   TensorView lse;              // float32 [T, Hq], natural log, or none
   TensorView alibi_slopes;     // float32 [Hq], or none
   TensorView sinks;            // float32 [Hq], or none
+  TensorView key_scale;        // float32 [Hkv]: a stored key stands for itself times its head's scale; none: 1
+  TensorView value_scale;      // float32 [Hkv], likewise
   TensorView workspace;        // float32, for split partials, or none
   float scale = 0;
   bool causal = true;
@@ -61,9 +63,10 @@ struct Sampling {
 
 #define RESEARCH_ENGINE_OPS(STREAM_ARG)                                                                              \
   void paged_attention(const PagedAttention& args STREAM_ARG);                                                       \
-  /* key, value [T, Hkv, D] into caches [N, Hkv, B, D] at slot_mapping int64 [T]; slot -1 is skipped */              \
+  /* key, value [T, Hkv, D] into caches [N, Hkv, B, D] at slot_mapping int64 [T]; slot -1 is skipped. Caches of      \
+     f8e4m3 or i8 take x / scale[head] (float32 [Hkv], or none: 1), to the nearest, ties to even, saturated */       \
   void reshape_and_cache(TensorView key, TensorView value, TensorView key_cache, TensorView value_cache,             \
-                         TensorView slot_mapping STREAM_ARG);                                                        \
+                         TensorView slot_mapping, TensorView key_scale, TensorView value_scale STREAM_ARG);          \
   /* whole blocks inside one cache [L, 2, N, Hkv, B, D]; pairs int64 [P, 2] = (source, destination) */               \
   void copy_blocks(TensorView kv_cache, TensorView pairs STREAM_ARG);                                                \
   void rms_norm(TensorView x, TensorView weight, TensorView out, float eps STREAM_ARG); /* [T, H] */                 \
