@@ -39,6 +39,12 @@ COMMANDS = {
     "bench client": Command(
         "research_engine.bench.client_ceiling:main", "how much load bench serve can make and read on this machine"
     ),
+    "bench throughput": Command(
+        "research_engine.bench.offline:throughput", "a pile of requests offline, alone or beside vLLM"
+    ),
+    "bench latency": Command(
+        "research_engine.bench.offline:latency", "time per output token and to the first, alone or beside vLLM"
+    ),
     "bench cpu": Command(
         "research_engine.bench.cpu:main", "decode and prefill against transformers; --loop: host time"
     ),
