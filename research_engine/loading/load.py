@@ -179,12 +179,15 @@ def load_model(
         with _naming_short_memory(checkpoint.location, config, dtype, device):
             model = Decoder(config, dtype=dtype, device=device, max_model_len=max_model_len)
         _fill(model, checkpoint, match, source.name if progress else None)
+        del checkpoint, match  # and the last file with them, before matrices are laid out anew
         model.prepare()
     return model
 
 
 @contextmanager
-def _naming_short_memory(location: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+def _naming_short_memory(
+    location: str, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # what torch raises when memory is short, on a CPU and on a GPU
@@ -225,7 +228,7 @@ def _fill(model: Decoder, checkpoint: Checkpoint, match: Match, title: str | Non
         task = bar.add_task(f"loading {title}", total=sum(sizes.values()))
         for stored, name in match.wanted.items():
             views[name].copy_(checkpoint.read(stored, model.device))
-            sums.append(views[name].sum(dtype=torch.float32))  # a NaN or an infinity anywhere makes it no number
+            sums.append(views[name].sum().float())  # a NaN or an infinity anywhere makes it no number
             total += sizes[name]
             bar.update(task, completed=total)
     suspects = (~torch.stack(sums).isfinite()).nonzero().flatten().tolist()  # one wait for a GPU

@@ -57,9 +57,7 @@ class _Weights:
             for _ in range(2)
         )
         return Attention(
-            QKVLinear(
-                self.empty(qkv_size, hidden), self.bias(config.attention_bias, qkv_size), q_size, kv_size
-            ),
+            QKVLinear(self.empty(qkv_size, hidden), self.bias(config.attention_bias, qkv_size), q_size, kv_size),
             Linear(self.empty(hidden, q_size), self.bias(config.output_bias, hidden)),
             head_dim=config.head_dim,
             scale=config.scale(layer),
@@ -180,9 +178,7 @@ class Decoder:
         if config.position_offset is not None:
             rows = config.max_position_embeddings + config.position_offset
             self.position_embedding = Embedding(weights.empty(rows, config.hidden_size))
-        self.layers = [
-            Layer(weights, i, table) for i, table in enumerate(_rotary_tables(config, longest, self.device))
-        ]
+        self.layers = [Layer(weights, i, table) for i, table in enumerate(_rotary_tables(config, longest, self.device))]
         self.norm: Norm = weights.norm() if config.final_norm else NoNorm()
         tied = config.tie_word_embeddings
         self.lm_head = LMHead(self.embedding.weight if tied else torch.empty_like(self.embedding.weight))
@@ -218,9 +214,7 @@ class Decoder:
         if self.config.rope is not None:  # stored before any context extension
             plain = inverse_frequencies(Rope(self.config.rope.theta, self.config.rope.dim))
             layer = self.names.prefix + self.names.layer
-            values = {
-                f"{layer.format(i)}self_attn.rotary_emb.inv_freq": plain for i in range(self.config.num_layers)
-            }
+            values = {f"{layer.format(i)}self_attn.rotary_emb.inv_freq": plain for i in range(self.config.num_layers)}
         if self.config.tie_word_embeddings:
             values[f"{self.names.head}.weight"] = self.embedding.weight
         return values
