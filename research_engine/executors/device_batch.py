@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 import torch
 
+from research_engine import kernels
 from research_engine.engine.config import EngineConfig
 from research_engine.engine.contract import UNKNOWN_TOKEN, ScheduledRequest
 from research_engine.executors.seats import SeatChanges, Seats
@@ -39,12 +40,13 @@ class DeviceBatch:
     Args:
         kv_cache: [L, 2, N, Hkv, B, D].
         config: limits of a batch.
+        num_heads: query heads.
 
     Attributes:
         staging: the copies to and from the device.
     """
 
-    def __init__(self, kv_cache: torch.Tensor, config: EngineConfig) -> None:
+    def __init__(self, kv_cache: torch.Tensor, config: EngineConfig, num_heads: int) -> None:
         device, max_num_seqs = kv_cache.device, config.max_num_seqs
         self._kv_cache, self._block_size = kv_cache, config.block_size
         self._width = -(-config.max_model_len // config.block_size)
@@ -53,10 +55,22 @@ class DeviceBatch:
         self._tables = torch.zeros((max_num_seqs + 1, self._width), dtype=torch.int32, device=device)
         self._last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self._row_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self._decode_workspace = self._make_workspace(num_heads)
         # three integers a token, up to five a row and two a new table entry
         news = 2 * max_num_seqs * min(self._width, config.num_blocks)
         room = 3 * max(max_num_seqs, config.max_num_batched_tokens) + 5 * (max_num_seqs + 1) + news
         self.staging = Staging(room, max_num_seqs, device)
+
+    def _make_workspace(self, num_heads: int) -> torch.Tensor | None:
+        """Memory for the split partials of the largest decode step, so that a graph need not clear any of its own."""
+        if self._kv_cache.device.type == "cpu":
+            return None
+        query = self._kv_cache.new_empty((self._nobody, num_heads, self._kv_cache.shape[-1]))
+        longest = self._width * self._block_size
+        size = kernels.paged_attention_workspace(
+            query, self._kv_cache[0, 0], self._tables[: self._nobody], max_query_len=1, max_seq_len=longest
+        )
+        return torch.zeros(max(1, size), dtype=torch.float32, device=query.device)
 
     def seat(self, rows: Sequence[ScheduledRequest]) -> SeatChanges:
         """Mutates: gives the rows' requests their seats."""
@@ -94,6 +108,7 @@ class DeviceBatch:
             seq_lens=torch.where(padding, 0, positions + 1).int(),
             max_query_len=1,
             max_seq_len=self._width * size,
+            workspace=self._decode_workspace,
         )
         return token_ids, positions, attention
 

@@ -71,7 +71,7 @@ class TorchExecutor:
         self.host_cache = torch.empty(
             (shape.num_layers, 2, config.num_host_blocks, *tile), dtype=model.dtype, pin_memory=device.type == "cuda"
         )
-        self._batch = DeviceBatch(self.kv_cache, config)
+        self._batch = DeviceBatch(self.kv_cache, config, shape.num_heads)
         self._sampler = Sampler(config.max_num_seqs, shape.vocab_size, device)
         self._graphs = DecodeGraphs(self._decode, graph_sizes, device)
 

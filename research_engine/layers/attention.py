@@ -72,6 +72,7 @@ class Attention:
             out=attended_THqD,
             max_query_len=attention.max_query_len,
             max_seq_len=attention.max_seq_len,
+            workspace=attention.workspace,
         )
         return self.output(attended_THqD.view(num_tokens, -1))
 
