@@ -51,6 +51,7 @@ COMMANDS = {
     "profile": Command(
         "research_engine.calibration.profile:main", "measure this machine for the simulator: a profile with its error"
     ),
+    "bench load": Command("research_engine.bench.loading:main", "a model from the page cache: seconds, bytes per second"),
     "bench kernels": Command(
         "research_engine.bench.kernels:main", "the ops against the measured roofline, torch and other libraries"
     ),
