@@ -19,8 +19,8 @@ class Arrival:
 
     Attributes:
         time: seconds after the replay's start at which it arrives.
-        request_id, prompt_token_ids, sampling, priority, client, deadline, predicted_tokens: as `Engine.add_request`
-            takes them; deadline counts from the replay's start, too.
+        request_id, prompt_token_ids, sampling, priority, client, deadline, predicted_tokens, computed_tokens: as
+            `Engine.add_request` takes them; deadline counts from the replay's start, too.
     """
 
     time: float
@@ -31,6 +31,7 @@ class Arrival:
     client: str = ""
     deadline: float | None = None
     predicted_tokens: int | None = None
+    computed_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def replay(
         now = clock.now()
         while at < len(pending) and start + pending[at].time <= now:
             worst_lag = max(worst_lag, now - start - pending[at].time)
-            why = _add(engine, pending[at], start)
+            why = add_arrival(engine, pending[at], start)
             if why is not None:
                 refused[pending[at].request_id] = why
             else:
@@ -95,8 +96,8 @@ def replay(
     return ReplayReport(start, clock.now(), worst_lag, refused, entered)
 
 
-def _add(engine: Engine, arrival: Arrival, start: float) -> str | None:
-    """Queue one arrival; returns why it was refused, or None."""
+def add_arrival(engine: Engine, arrival: Arrival, start: float = 0.0) -> str | None:
+    """Queue one arrival; returns why it was refused, of which a record is left, or None."""
     try:
         engine.add_request(
             arrival.request_id,
@@ -107,6 +108,7 @@ def _add(engine: Engine, arrival: Arrival, start: float) -> str | None:
             client=arrival.client,
             deadline=None if arrival.deadline is None else start + arrival.deadline,
             predicted_tokens=arrival.predicted_tokens,
+            computed_tokens=arrival.computed_tokens,
         )
     except RequestError as error:
         refused = Request(arrival.request_id, arrival.prompt_token_ids, arrival.sampling,
