@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from experiments.config import TrialSettings
-from experiments.workloads.lengths import Encoder, ShareGPTLengths
+from experiments.workloads.samples import Encoder
+from experiments.workloads.sharegpt_lengths import ShareGPTLengths
 
 if TYPE_CHECKING:
     from research_engine.engine.engine import Engine

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from experiments.backend import needs_no_tokenizer
 from experiments.config import ConfigError, TrialSettings
-from experiments.workloads.lengths import Encoder
+from experiments.workloads.samples import Encoder
 
 if TYPE_CHECKING:
     from research_engine.engine.engine import Engine

@@ -14,6 +14,7 @@ from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from .contract import TokenLogprobs
+    from .structured import TokenConstraint
     from .text import TextAssembler
 
 
@@ -45,6 +46,7 @@ class Request:
         group_id: the id as the user gave it, which all n continuations share; request_id when None.
         sibling: the request with the same prompt whose blocks this one may share (n > 1), or None.
         text: turns its tokens into text, or None.
+        constraint: what its output must look like, or None.
         index: position in the order of all requests ever added; breaks ties of arrival time.
         arriving: leading tokens whose KV was computed elsewhere and comes with the request.
     """
@@ -53,8 +55,8 @@ class Request:
         "_admitted_time", "_arriving", "_block_ids", "_cached_tokens", "_computed", "_digests", "_finish_reason",
         "_finish_time", "_first_scheduled_time", "_first_token_time", "_host_block_ids", "_last_token_time",
         "_length_limit", "_num_prompt", "_peak_computed", "_preemptions", "_prompt_logprobs", "_published",
-        "_recomputed", "_status", "_stop_ids", "_text", "_tokens", "arrival_time", "client", "deadline", "group_id",
-        "id", "index", "predicted_tokens", "priority", "sampling", "seed", "sibling",
+        "_recomputed", "_status", "_stop_ids", "_text", "_tokens", "arrival_time", "client", "constraint", "deadline",
+        "group_id", "id", "index", "predicted_tokens", "priority", "sampling", "seed", "sibling",
     )  # fmt: skip
 
     def __init__(
@@ -74,6 +76,7 @@ class Request:
         group_id: str | None = None,
         sibling: Request | None = None,
         text: TextAssembler | None = None,
+        constraint: TokenConstraint | None = None,
         index: int = 0,
         arriving: int = 0,
     ) -> None:
@@ -93,6 +96,7 @@ class Request:
         self._length_limit = self._num_prompt + max_tokens
         self._stop_ids = stop_token_ids
         self._text = text
+        self.constraint = constraint
         self._status = Status.WAITING
         self._computed = 0
         self._arriving = arriving  # until it is admitted
