@@ -29,6 +29,9 @@ COMMANDS = {
     "profile": Command(
         "research_engine.calibration.profile:main", "measure this machine for the simulator: a profile with its error"
     ),
+    "capacity": Command(
+        "experiments.capacity.command:main", "the highest rate within limits on latency, simulated; GPUs for a traffic"
+    ),
     "bench kernels": Command(
         "research_engine.bench.kernels:main", "the ops against the measured roofline, torch and other libraries"
     ),
