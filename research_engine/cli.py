@@ -29,6 +29,9 @@ COMMANDS = {
     "profile": Command(
         "research_engine.calibration.profile:main", "measure this machine for the simulator: a profile with its error"
     ),
+    "validate": Command(
+        "experiments.validation.command:main", "the simulator against this machine: same arrivals, signed errors"
+    ),
     "capacity": Command(
         "experiments.capacity.command:main", "the highest rate within limits on latency, simulated; GPUs for a traffic"
     ),
