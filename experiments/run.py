@@ -28,6 +28,9 @@ EXAMPLES = """examples:
   python experiments/run.py quickstart scheduler=[fcfs,path/to/mine.py:Mine]
   python experiments/run.py my_experiment.yaml --dry-run"""
 
+RECORDED = "sim_vs_real"
+"""An experiment that runs nothing: its real half is recorded."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code: 0; 1 a trial failed; 2 a user's mistake; 130 Ctrl-C."""
@@ -88,6 +91,9 @@ def _list() -> int:
     for name in available():
         experiment, cells = load_experiment(name)
         print(f"{name:<24} {len(cells) * len(experiment.seeds):>3} trials  {experiment.description}")
+    from experiments.validation.recorded import DESCRIPTION as RECORDED_DESCRIPTION
+
+    print(f"{RECORDED:<24}   0 trials  {RECORDED_DESCRIPTION}")
     return 0
 
 
@@ -99,6 +105,10 @@ def _run(options: argparse.Namespace, console: Console) -> int:
 
     given = list(options.words)
     name = given.pop(0) if given and "=" not in given[0] else "quickstart"
+    if name == RECORDED:
+        from experiments.validation.recorded import run_recorded
+
+        return run_recorded(given, options.out or Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     experiment, cells = load_experiment(name, given)
     out = options.out or Path("runs") / f"{experiment.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     if options.dry_run:

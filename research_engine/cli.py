@@ -52,6 +52,12 @@ COMMANDS = {
         "research_engine.calibration.profile:main", "measure this machine for the simulator: a profile with its error"
     ),
     "bench load": Command("research_engine.bench.loading:main", "a model from the page cache: seconds, bytes per second"),
+    "validate": Command(
+        "experiments.validation.command:main", "the simulator against this machine: same arrivals, signed errors"
+    ),
+    "capacity": Command(
+        "experiments.capacity.command:main", "the highest rate within limits on latency, simulated; GPUs for a traffic"
+    ),
     "bench kernels": Command(
         "research_engine.bench.kernels:main", "the ops against the measured roofline, torch and other libraries"
     ),
