@@ -23,7 +23,7 @@ COMMANDS = {
     "doctor": Command(
         "research_engine.doctor:main", "what was built, what this machine has, and what to do about the rest"
     ),
-    # "chat": Command("research_engine.chat:main", "talk to a model in the terminal, over HTTP or in this process"),
+    "chat": Command("research_engine.chat:main", "talk to a model in the terminal, over HTTP or in this process"),
     "bench serve": Command(
         "research_engine.bench.serve:main", "load on a server: latency, throughput, goodput, saturation point"
     ),
