@@ -97,16 +97,16 @@ class Conversation:
     def load(cls, path: Path) -> Conversation:
         """Raises ValueError: the file holds no conversation."""
         messages = json.loads(path.read_text(encoding="utf-8"))
-        fine = isinstance(messages, list) and all(
-            isinstance(message, dict)
-            and {"role", "content"} == set(message)
-            and all(isinstance(text, str) for text in message.values())
-            for message in messages
-        )
+        fine = isinstance(messages, list) and all(map(_is_message, messages))
         if not fine:
             raise ValueError("it must be a list of messages with role and content")
         first = messages[0] if messages else {}
         return cls(first["content"] if first.get("role") == "system" else None, messages)
+
+
+def _is_message(value: object) -> bool:
+    is_one = isinstance(value, dict) and value.keys() == {"role", "content"}
+    return is_one and all(isinstance(text, str) for text in value.values())  # type: ignore[attr-defined]
 
 
 def main(options: Annotated[ChatOptions, tyro.conf.arg(name="")]) -> int:
