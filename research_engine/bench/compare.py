@@ -22,7 +22,7 @@ _RATES = ("request_throughput", "request_goodput", "slo_attainment", "output_thr
 _COUNTS = ("completed", "failed", "unfinished")
 # What must be the same for two results to be of the same load.
 _LOAD = ("backend", "num_prompts", "request_rate", "burstiness", "max_concurrency", "dataset", "tokenizer_id")
-_SKIPPED = {"created", "date", "id"}  # of what a server says: differ between any two starts
+_SKIPPED = {"created", "started", "date", "id", "port"}  # of what a server says: differ between any two starts
 
 
 class Change(NamedTuple):
