@@ -43,6 +43,8 @@ def main(
     """
     if len(files) < 2:
         raise ValueError(f"{len(files)} files: needs two or more, the baseline first")
+    if len({path.resolve() for path in files}) < len(files):
+        raise ValueError("a file is given twice")
     sides = {_name(path, files): read_results(path) for path in files}
     console = Console()
     console.print(comparison_table(sides))

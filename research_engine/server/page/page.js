@@ -100,7 +100,6 @@ function show(state, text) {
 }
 
 function rates(now, prompt, generated) {
-  if (totals.length && (now < totals.at(-1)[0] || generated < totals.at(-1)[2])) totals = []; // the server began anew
   totals.push([now, prompt, generated]);
   while (totals.length > 2 && now - totals[1][0] >= RATE_OVER) totals.shift();
   const [then, ...before] = totals[0];
@@ -111,9 +110,11 @@ function rates(now, prompt, generated) {
 async function look() {
   try {
     const stats = await (await request(`stats?since=${seen}`)).json();
-    if (stats.now < timeline.now && !paused) {
+    const before = totals.at(-1);
+    if (before && (stats.now < before[0] || stats.generation_tokens_total < before[2])) {
+      // the server began anew, and so do its clock, its counts and the numbers of its steps
       timeline.clear();
-      if (seen >= 0) [seen, stats.steps] = [-1, []];
+      [totals, seen, stats.steps] = [[], -1, []];
     }
     const [prompt, generated] = rates(stats.now, stats.prompt_tokens_total, stats.generation_tokens_total);
     $("running").textContent = stats.running;
