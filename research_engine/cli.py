@@ -31,7 +31,7 @@ COMMANDS = {
         "research_engine.doctor:main", "what was built, what this machine has, and what to do about the rest"
     ),
     "memory": Command("research_engine.memory:main", "what a GPU's memory would go to, from config.json alone"),
-    # "chat": Command("research_engine.chat:main", "talk to a model in the terminal, over HTTP or in this process"),
+    "chat": Command("research_engine.chat:main", "talk to a model in the terminal, over HTTP or in this process"),
     "bench serve": Command(
         "research_engine.bench.serve:main", "load on a server: latency, throughput, goodput, saturation point"
     ),
