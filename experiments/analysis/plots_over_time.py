@@ -14,7 +14,7 @@ from research_engine import metrics
 if TYPE_CHECKING:
     from research_engine.engine.records import Records
 
-_BINS = 120  # parts of a run that steps are averaged over
+_BINS = 80  # parts of a run that steps are averaged over
 Runs = Mapping[str, "Records"]
 
 
@@ -53,10 +53,13 @@ def batch_composition(runs: Runs, title: str, path: Path) -> list[Path]:
             axis.stackplot(times, decode, prefill, step="mid", labels=("decode", "prefill"),
                            colors=(STYLES[0][0], STYLES[5][0]), linewidth=0)  # fmt: skip
             axis.set_title(cell, loc="left")
-        for axis in axes[len(runs) :]:
-            axis.set_visible(False)
-        figure.supxlabel("time (s)", fontsize=8)
-        figure.supylabel("tokens a step", fontsize=8)
+        for index, axis in enumerate(axes):
+            axis.set_visible(index < len(runs))
+            if index + columns >= len(runs):
+                axis.set_xlabel("time (s)")
+                axis.tick_params(labelbottom=True)
+            if index % columns == 0:
+                axis.set_ylabel("tokens a step")
         legend_below(figure, axes[0])
         return save(figure, path)
 
@@ -88,9 +91,10 @@ def fairness_over_time(runs: Runs, title: str, path: Path, window: float = 60.0)
                 color, style = line_style(number)
                 axis.plot(times - start, received[number], color=color, linestyle=style, linewidth=1.2, label=client)
             axis.set_title(cell, loc="left")
-            axis.set_ylim(bottom=0)
             if index % columns == 0:
                 axis.set_ylabel("received (tokens/s)")
+        if first is not None:
+            first.set_ylim(bottom=0)
         axis = figure.add_subplot(grid[rows, :])
         for index, (cell, own) in enumerate(services.items()):
             found = metrics.service_difference(own, window=window, start=start, end=end)

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from experiments.analysis import plots, plots_of_cells, plots_over_time
 from experiments.analysis.html import to_html
 from experiments.analysis.metrics import METRICS
@@ -14,7 +16,6 @@ from experiments.analysis.run_files import RunFiles
 from experiments.analysis.table_formats import to_csv, to_latex, to_markdown
 from experiments.analysis.tables import Table, build_effects, build_table
 from experiments.storage import write_text, write_with
-from research_engine import metrics
 
 FILES = {"latency_cdf": "latency"}  # plot -> file name, where it is not its kind
 MOST_PANELS = 9  # cells of a plot with a panel each; further ones are left out and named in the title
@@ -141,14 +142,17 @@ def _load_metrics(run: RunFiles) -> list[str]:
 
 def _latencies(run: RunFiles) -> dict[str, dict[str, list[float]]]:
     """Cell -> latency -> seconds of completed requests, pooled over the finished seeds."""
+    import pandas as pd
+
     out: dict[str, dict[str, list[float]]] = {}
     for trial in run.finished():
-        records = run.records(trial)
-        done = [record for record in records.requests if metrics.is_completed(record)]
+        columns = ["completed", "ttft", "e2e", "token_times"]
+        done = pd.read_parquet(run.folder(trial) / "requests.parquet", columns=columns).query("completed")
         pooled = out.setdefault(trial["cell"], {"ttft": [], "itl": [], "e2e": []})
-        pooled["ttft"] += [metrics.ttft(record) for record in done]
-        pooled["e2e"] += [metrics.e2e(record) for record in done]
-        pooled["itl"] += metrics.inter_token_latencies(records)
+        pooled["ttft"] += done["ttft"].tolist()
+        pooled["e2e"] += done["e2e"].tolist()
+        for times in done["token_times"]:
+            pooled["itl"] += np.diff(times).tolist()
     return out
 
 

@@ -55,19 +55,25 @@ def build_table(
     rows, marks, within = [], False, False
     for name in names:
         metric = METRICS[name]
+        digits = _digits(metric, cells)
         entries = []
         for cell in cells:
-            entry, is_within = _entry(cell, metric)
+            entry, is_within = _entry(cell, metric, digits)
             within |= is_within
             change = change_of(cell, baseline_of(cell, cells, baseline or {}), metric)
             if change.verdict == "real":
                 entry, marks = replace(entry, mark=MARK), True
             entries.append(entry)
-        rows.append((metric.label, _mark_best(entries, cells, metric)))
+        rows.append((metric.label, _mark_best(entries, cells, metric, digits, baseline or {})))
     facts = [("measured", [cell.kind for cell in cells]), ("verdict", [cell.verdict for cell in cells])]
     if any("closed" in cell.loop for cell in cells):
         facts.insert(1, ("load", [cell.loop for cell in cells]))
-    all_notes = [*_standard_notes(cells, within), *_count_notes(cells, names), *_hole_notes(cells), *notes]
+    all_notes = [
+        *_standard_notes(cells, within, baseline or {}),
+        *_count_notes(cells, names),
+        *_hole_notes(cells),
+        *notes,
+    ]
     if marks:
         all_notes.append(f"{MARK}: differs from {_words(baseline or {})} under the same seeds. {_CRITERION}")
     return Table("", [cell.label for cell in cells], facts, rows, title, all_notes)
@@ -132,7 +138,16 @@ def _usual(cells: Sequence[CellResults]) -> list[str]:
     return out
 
 
-def _entry(cell: CellResults, metric: Metric) -> tuple[Entry, bool]:
+def _digits(metric: Metric, cells: Sequence[CellResults]) -> int:
+    """The metric's own digits, or as many as the largest value needs to show two that count."""
+    values = [abs(value) for cell in cells for value in cell.values(metric).values() if value == value]
+    largest = max(values, default=0.0)
+    if metric.better is None or not 0 < largest < math.inf:
+        return metric.digits
+    return max(metric.digits, min(6, 1 - math.floor(math.log10(largest))))
+
+
+def _entry(cell: CellResults, metric: Metric, digits: int) -> tuple[Entry, bool]:
     """Of one cell; and whether its spread is that within one run."""
     values = cell.values(metric)
     interval, within = bootstrap_interval(list(values.values())), False
@@ -140,24 +155,26 @@ def _entry(cell: CellResults, metric: Metric) -> tuple[Entry, bool]:
         half = metric.within_run(next(iter(cell.summaries.values())))
         if not math.isnan(half):
             interval, within = Interval(interval.mean, interval.mean - half, interval.mean + half), True
-    text = _text(interval, metric.digits)
+    text = _text(interval, digits)
     if text == "-" and any(not metric.is_supported(summary) for summary in cell.summaries.values()):
         text = f"n < {values_needed(99)}"
     return Entry(text, interval), within
 
 
-def _standard_notes(cells: Sequence[CellResults], within: bool) -> list[str]:
+def _standard_notes(cells: Sequence[CellResults], within: bool, baseline: Mapping[str, str]) -> list[str]:
     machines = sorted({machine for cell in cells for machine in cell.machines})
     notes = [f"Machine: {'; '.join(machines)}."] if machines else []
     seeds = max((len(cell.seeds) for cell in cells), default=0)
+    others = [factor for factor in (cells[0].levels if cells else ()) if baseline and factor not in baseline]
+    best = f"best mean of each {' and '.join(others)}" if others else "best mean"
     if seeds > 1:
         range_ = " (with two seeds: half the range)" if seeds == 2 else ""
-        notes.append(f"Mean over {seeds} seeds ± half the 95 % bootstrap interval{range_}; best mean marked.")
+        notes.append(f"Mean over {seeds} seeds ± half the 95 % bootstrap interval{range_}; {best} marked.")
         if seeds < ENOUGH_SEEDS:
             notes.append(_too_few(seeds))
     elif seeds == 1:
         spread = "± is half the 95 % interval of batch means within the run" if within else "no spread"
-        notes.append(f"One seed: {spread}; best value marked.")
+        notes.append(f"One seed: {spread}; {best.replace('mean', 'value')} marked.")
     marked = " ".join(cell.verdict for cell in cells)
     return notes + [f"{name}: {meaning}." for name, meaning in VERDICTS.items() if name in marked]
 
@@ -199,14 +216,24 @@ def _percent(change: Interval) -> str:
     return text if math.isnan(change.low) else f"{text} [{change.low:+.1f}, {change.high:+.1f}]"
 
 
-def _mark_best(entries: Sequence[Entry], cells: Sequence[CellResults], metric: Metric) -> list[Entry]:
-    """Marks the entries whose mean looks best as printed, unless all look alike; a cell with a void trial is none."""
-    shown = [
-        math.nan if cell.marked("void") else round(entry.interval.mean, metric.digits)
-        for entry, cell in zip(entries, cells, strict=True)
-    ]
-    known = [value for value in shown if not math.isnan(value)]
-    if metric.better is None or len(set(known)) < 2:
+def _mark_best(
+    entries: Sequence[Entry], cells: Sequence[CellResults], metric: Metric, digits: int, baseline: Mapping[str, str]
+) -> list[Entry]:
+    """Marks the entries whose mean looks best as printed, unless all look alike; a cell with a void trial is none.
+
+    Cells compete with those that differ from them in the baseline's factors alone: policies under the same load, not a
+    policy under a low load with another under a high one. Without a baseline all compete.
+    """
+    groups: dict[tuple[str, ...], list[float]] = {}
+    shown = []
+    for entry, cell in zip(entries, cells, strict=True):
+        group = tuple(label for factor, label in cell.levels.items() if baseline and factor not in baseline)
+        value = math.nan if cell.marked("void") else round(entry.interval.mean, digits)
+        shown.append((group, value))
+        if not math.isnan(value):
+            groups.setdefault(group, []).append(value)
+    if metric.better is None:
         return list(entries)
-    best = min(known) if metric.better == "lower" else max(known)
-    return [replace(entry, best=value == best) for entry, value in zip(entries, shown, strict=True)]
+    best = {group: min(values) if metric.better == "lower" else max(values)
+            for group, values in groups.items() if len(set(values)) > 1}  # fmt: skip
+    return [replace(entry, best=value == best.get(group)) for entry, (group, value) in zip(entries, shown, strict=True)]
