@@ -44,7 +44,7 @@ class RayCluster:
         try:
             ray.init(address=address, runtime_env={"env_vars": variables}, log_to_driver=False, configure_logging=False,
                      **options)  # fmt: skip
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except Exception as error:  # Ray raises plain Exception when a node does not start in time
             raise ConfigError(f"--ray {address}: {error}") from error
 
     def check(self, trials: Sequence[Trial], events: Events) -> None:

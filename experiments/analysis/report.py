@@ -18,7 +18,6 @@ from experiments.analysis.tables import Table, build_effects, build_table
 from experiments.storage import write_text, write_with
 
 FILES = {"latency_cdf": "latency"}  # plot -> file name, where it is not its kind
-MOST_PANELS = 9  # cells of a plot with a panel each; further ones are left out and named in the title
 
 
 def write_report(directory: Path) -> Table | None:
@@ -105,15 +104,13 @@ def _plot(run: RunFiles, plot: Mapping[str, Any], path: Path) -> list[Path]:
         return plots_of_cells.pareto(cells, title, path)
     if kind == "latency_cdf":
         return plots.latency_cdf(_latencies(run), title, path)
-    first = run.first_of_each_cell()
-    several = list(first)[:MOST_PANELS]
-    if len(first) > len(several):
-        title += f"  ·  the first {len(several)} of {len(first)} cells"
-    runs = {cell: run.records(first[cell]) for cell in several}
+    first, runs = run.first_of_each_cell(), run.first_records
+    if len(first) > len(runs):
+        title += f"  ·  the first {len(runs)} of {len(first)} cells"
     if kind == "batch_composition":
         return plots_over_time.batch_composition(runs, title, path)
     if kind == "kv_over_time":
-        blocks = {cell: run.summary(first[cell])["num_blocks"] for cell in several}
+        blocks = {cell: run.summary(first[cell])["num_blocks"] for cell in runs}
         return plots_over_time.kv_over_time(runs, blocks, title, path)
     if any(len({record.client for record in records.requests}) < 2 for records in runs.values()):
         raise _CannotPlot("fairness_over_time needs at least two clients (workload.clients)")

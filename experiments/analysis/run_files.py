@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from research_engine import metrics
 
 if TYPE_CHECKING:
     from research_engine.engine.records import Records
+
+MOST_PANELS = 9  # cells of a plot over time
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,11 @@ class RunFiles:
         for trial in sorted(self.finished(), key=lambda trial: (trial["seed"], trial.get("repeat", 0))):
             out.setdefault(trial["cell"], trial)
         return {cell.label: out[cell.label] for cell in self.cells if cell.label in out}
+
+    @cached_property
+    def first_records(self) -> dict[str, Records]:
+        """Cell -> records of its first finished trial, of as many cells as a plot has panels for."""
+        return {cell: self.records(trial) for cell, trial in islice(self.first_of_each_cell().items(), MOST_PANELS)}
 
     def records(self, trial: Mapping[str, Any]) -> Records:
         """What a serving trial left behind."""
