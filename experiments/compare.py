@@ -170,7 +170,7 @@ def _number(value: float) -> float | None:
 def _print(found: Comparison, run_a: Path, run_b: Path) -> None:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     console = Console(highlight=False)
@@ -178,7 +178,7 @@ def _print(found: Comparison, run_a: Path, run_b: Path) -> None:
         if not pairs:
             console.print(f"{title}: no difference")
             continue
-        table = Table("", f"A: {escape(str(run_a))}", f"B: {escape(str(run_b))}", title=title, title_justify="left")
+        table = Table(Column(no_wrap=True), f"A: {escape(str(run_a))}", f"B: {escape(str(run_b))}", title=title, title_justify="left")
         for key, (one, other) in pairs.items():
             table.add_row(Text(key), *(Text("-" if value is None else str(value)) for value in (one, other)))
         console.print(table)
