@@ -61,6 +61,8 @@ COMMANDS = {
     "bench kernels": Command(
         "research_engine.bench.kernels:main", "the ops against the measured roofline, torch and other libraries"
     ),
+    "compare": Command("experiments.compare:main", "two runs: what differs in configuration, environment and result"),
+    "report": Command("experiments.report_command:main", "tables, plots and the page of finished runs, made again"),
 }
 
 

@@ -58,6 +58,11 @@ class Op:
     all_paths: bool = False
     has_product: bool = False
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of a shape's numbers, in their order."""
+        return tuple(re.split("[x/:]", self.form))
+
     def parse(self, text: str) -> dict[str, int]:
         """The sizes of a shape, `128x4096:32/8/128:16` for the form `BxL:Hq/Hkv/D:block`.
 
