@@ -12,7 +12,7 @@ from research_engine.kernels.attention import paged_attention, paged_attention_w
 from research_engine.kernels.build_info import build_info
 from research_engine.kernels.cache import copy_blocks, reshape_and_cache, swap_blocks
 from research_engine.kernels.norm import fused_add_rms_norm, rms_norm
-from research_engine.kernels.rotary import rotary_embedding
+from research_engine.kernels.rotary import rotary_and_cache, rotary_embedding
 from research_engine.kernels.sampling import Sampled, sample, sample_workspace
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "rms_norm",
     "fused_add_rms_norm",
     "rotary_embedding",
+    "rotary_and_cache",
     "silu_and_mul",
     "sample",
     "sample_workspace",

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from research_engine.kernels._checks import check_dtype, check_integers, check_last_contiguous, check_rows, refuse
+from research_engine.kernels._checks import check_dtype, check_exactly, check_last_contiguous, check_rows, refuse
 from research_engine.kernels._extension import _C, stream_of, traced
 
 MAX_VOCAB_SIZE = 2**19
@@ -209,7 +209,7 @@ def _check(
             refuse(
                 "seen_counts", seen_counts, f"its rows have to lie as seen_tokens' do, {seen_tokens.stride(0)} apart"
             )
-        check_integers("seen_lengths", seen_lengths, torch.int32, seen_tokens.shape[:1], "[slots]")
+        check_exactly("seen_lengths", seen_lengths, torch.int32, seen_tokens.shape[:1], "[slots]")
     elif count_drawn:
         raise ValueError("count_drawn=True: there are no seen_tokens to enter the drawn ones into")
     if _together("biases need both", bias_tokens=bias_tokens, bias_values=bias_values):
@@ -232,7 +232,7 @@ def _check(
 
 
 def _check_column(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> None:
-    check_integers(name, tensor, dtype, shape, "[S]")
+    check_exactly(name, tensor, dtype, shape, "[S]")
 
 
 def _check_lists(
@@ -266,8 +266,8 @@ def _check_logprobs(
             raise ValueError(f"out.{name}: {state}, with num_logprobs={num_logprobs}")
     if top_ids is not None and top_logprobs is not None:
         shape = (rows, num_logprobs or 0)
-        check_integers("top_ids", top_ids, torch.int64, shape, "[S, num_logprobs]")
-        check_integers("top_logprobs", top_logprobs, torch.float32, shape, "[S, num_logprobs]")
+        check_exactly("top_ids", top_ids, torch.int64, shape, "[S, num_logprobs]")
+        check_exactly("top_logprobs", top_logprobs, torch.float32, shape, "[S, num_logprobs]")
 
 
 def _sample(
