@@ -176,6 +176,15 @@ def others(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
     for interleaved in (False, True):
         tensors = [positions, random(5, 6, 80), random(5, 2, 80), torch.randn(10, 64)]
         yield f"rotary_embedding interleaved={interleaved}", case("rotary_embedding", tensors, interleaved=interleaved)
+    for d in (64, 46):
+        for cache_dtype in (dtype, *QUANTIZED_CACHE_DTYPES):
+            caches = torch.zeros(2, 4, 2, 7, d, dtype=cache_dtype)
+            heads = random(5, 6, d), random(5, 2, d), random(5, 2, d)
+            slots = torch.tensor([-1, 27, 0, 13])
+            tensors = [positions, *heads, torch.randn(10, 32), caches[0], caches[1], slots]
+            scales = None if cache_dtype is dtype else torch.tensor([0.1, 0.02])
+            name = f"rotary_and_cache {cache_dtype} D={d}"
+            yield name, case("rotary_and_cache", tensors, key_scale=scales, value_scale=scales)
     for vocab_size in (3, 1000, 131_072):
         yield f"sample V={vocab_size}", partial(check_sample, device, dtype, vocab_size)
     for d in (64, 46):

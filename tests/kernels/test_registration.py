@@ -39,6 +39,17 @@ def arguments(name: str, device: str) -> tuple[object, ...]:
             None,
             None,
         )
+    if name == "rotary_and_cache":
+        rotated = torch.arange(3, device=device), randn(3, 4, 16), randn(3, 2, 16), randn(3, 2, 16), randn(5, 16)
+        return (
+            *rotated,
+            randn(4, 2, 8, 16),
+            randn(4, 2, 8, 16),
+            torch.tensor([3, -1, 30], device=device),
+            False,
+            None,
+            None,
+        )
     if name == "copy_blocks":
         return randn(2, 2, 4, 2, 8, 16), pairs
     if name == "swap_blocks":
@@ -54,7 +65,7 @@ def arguments(name: str, device: str) -> tuple[object, ...]:
     return (*batch.tensors(), torch.empty_like(batch.query), lse, *options)
 
 
-ROWWISE = ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding"]
+ROWWISE = ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding", "rotary_and_cache"]
 NAMES = [*ROWWISE, "reshape_and_cache", "copy_blocks", "swap_blocks", "sample", "paged_attention"]
 
 
