@@ -143,20 +143,21 @@ def test_every_element_lies_in_the_fragment_that_the_tensor_core_expects(bits: i
     g + 8, a2 and a3 the same of columns 2q + 8, 2q + 9. The kernel gives column pairs (2q, 2q + 1) and (2q + 8, 2q + 9)
     of step s the depths 8q + 4s + (0, 1) and (2, 3) of 32, in W and in x alike.
     """
-    n, k, depth = 256, 512, 256 if bits == 4 else 128
+    depth = 256 if bits == 4 else 128
+    n, k = 128, 2 * depth
     codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     packed = pack_cuda(codes, bits)
     assert torch.equal(unpack_cuda(packed, bits), codes)
-    words = packed.view(2, k // depth, 8, 2, 2, 32, 4)  # tile, unit, warp, m, vector, lane, word
+    words = packed.view(2, 8, 2, 2, 32, 4)  # unit, warp, m, vector, lane, word
     table = (words.to(torch.int64) & 0xFFFFFFFF).tolist()
     rows = codes.tolist()
     seen = torch.zeros(n, k, dtype=torch.int64)
     parts = 2 if bits == 4 else 1  # of a vector
-    for tile, unit, warp, m, lane in itertools.product((0, 1), (0, 1), range(8), (0, 1), range(32)):
+    for unit, warp, m, lane in itertools.product((0, 1), range(8), (0, 1), range(32)):
         g, q, warp_n, warp_k = lane // 4, lane % 4, warp % 4, warp // 4
-        first_row = tile * 128 + warp_n * 32 + m * 16
+        first_row = warp_n * 32 + m * 16
         for vector, part, step in itertools.product((0, 1), range(parts), (0, 1)):
-            word = table[tile][unit][warp][m][vector][lane]
+            word = table[unit][warp][m][vector][lane]
             first_k = unit * depth + warp_k * depth // 2 + (vector * parts + part) * 32 + 8 * q + 4 * step
             for register, side in itertools.product(range(4), (0, 1)):  # side: low and high half of the register
                 row, column = first_row + g + 8 * (register % 2), first_k + 2 * (register // 2) + side
