@@ -74,7 +74,7 @@ def test_every_request_gets_the_length_it_was_given_whatever_ends_it_otherwise()
 
 def test_preemption_and_swapping_need_nothing_of_the_executor():
     engine = make(num_blocks=12, num_host_blocks=12)
-    engine.scheduler = schedulers.create("chunked_prefill", preemption="swap")
+    engine._policy.scheduler = schedulers.create("chunked_prefill", preemption="swap")
     sampling = SamplingParams(max_tokens=30, ignore_eos=True)
     replay(engine, [Arrival(0.0, str(i), range(100 * i, 100 * i + 5), sampling) for i in range(4)])
     assert sum(step.blocks_swapped_out for step in engine.records.steps) > 0
