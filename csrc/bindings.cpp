@@ -221,16 +221,20 @@ void swap_blocks(py::handle source, py::handle destination, py::handle pairs, ui
   RESEARCH_ENGINE_DISPATCH(where, cpu::swap_blocks(from, to, p), cuda::swap_blocks(from, to, p, stream));
 }
 
-void rms_norm(py::handle x, py::handle weight, py::handle out, float eps, uintptr_t stream_address) {
+void rms_norm(py::handle x, py::handle weight, py::handle out, float eps, float weight_offset,
+              uintptr_t stream_address) {
   const TensorView in = view(x), w = view(weight), result = view(out);
   require_one_device({{"x", in}, {"weight", w}, {"out", result}});
-  RESEARCH_ENGINE_DISPATCH(in, cpu::rms_norm(in, w, result, eps), cuda::rms_norm(in, w, result, eps, stream));
+  RESEARCH_ENGINE_DISPATCH(in, cpu::rms_norm(in, w, result, eps, weight_offset),
+                           cuda::rms_norm(in, w, result, eps, weight_offset, stream));
 }
 
-void fused_add_rms_norm(py::handle x, py::handle residual, py::handle weight, float eps, uintptr_t stream_address) {
+void fused_add_rms_norm(py::handle x, py::handle residual, py::handle weight, float eps, float weight_offset,
+                        uintptr_t stream_address) {
   const TensorView in = view(x), r = view(residual), w = view(weight);
   require_one_device({{"x", in}, {"residual", r}, {"weight", w}});
-  RESEARCH_ENGINE_DISPATCH(in, cpu::fused_add_rms_norm(in, r, w, eps), cuda::fused_add_rms_norm(in, r, w, eps, stream));
+  RESEARCH_ENGINE_DISPATCH(in, cpu::fused_add_rms_norm(in, r, w, eps, weight_offset),
+                           cuda::fused_add_rms_norm(in, r, w, eps, weight_offset, stream));
 }
 
 void rotary_embedding(py::handle positions, py::handle query, py::handle key, py::handle cos_sin, bool interleaved,

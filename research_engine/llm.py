@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from research_engine.loading import ModelSource
     from research_engine.loading.tokenizer import Tokenizer
     from research_engine.models.config import ModelConfig
-    from research_engine.models.llama import LlamaForCausalLM
+    from research_engine.models.decoder import Decoder
+    from research_engine.models.fallback import TransformersDecoder
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -45,7 +46,7 @@ class LoadedModel:
 
     source: ModelSource
     config: ModelConfig
-    model: LlamaForCausalLM
+    model: Decoder | TransformersDecoder
     tokenizer: Tokenizer | None
 
 
@@ -61,11 +62,13 @@ def load(options: EngineOptions, *, progress: bool = True) -> LoadedModel:
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
     source = loading.resolve_model(options.model, progress=progress)
-    config = loading.load_config(source)
+    config = loading.load_config(source, trust_remote_code=options.trust_remote_code)
     if options.max_model_len is not None and options.max_model_len > config.max_position_embeddings:
         most = config.max_position_embeddings
         raise OptionError(f"max_model_len = {options.max_model_len}: {options.model} has {most} positions at most")
-    tokenizer = None if options.skip_tokenizer_init else loading.load_tokenizer(source)
+    tokenizer = None
+    if not options.skip_tokenizer_init:
+        tokenizer = loading.load_tokenizer(source, trust_remote_code=options.trust_remote_code)
     model = loading.load_model(
         source,
         dtype=dtype,
@@ -73,6 +76,8 @@ def load(options: EngineOptions, *, progress: bool = True) -> LoadedModel:
         dummy_weights=options.load_format == "dummy",
         seed=options.seed,
         progress=progress,
+        max_model_len=options.max_model_len,
+        trust_remote_code=options.trust_remote_code,
     )
     return LoadedModel(source, config, model, tokenizer)
 

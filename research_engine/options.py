@@ -59,6 +59,8 @@ class EngineOptions:
         seed: of dummy weights and of requests that bring none.
         skip_tokenizer_init: load no tokenizer; prompts are token ids, and no text is made.
         load_format: "dummy" fills the model with pseudo-random weights instead of its own.
+        trust_remote_code: run the code that a repository brings for its configuration and tokenizer; that for its model
+            is never run.
         check_integrity: balance the KV cache's books after every step.
 
     Raises:
@@ -85,6 +87,7 @@ class EngineOptions:
     seed: int = 0
     skip_tokenizer_init: bool = False
     load_format: str = "auto"
+    trust_remote_code: bool = False
     check_integrity: bool = False
 
     def __post_init__(self) -> None:

@@ -62,9 +62,11 @@ struct QuantizedMatmul {
                          TensorView slot_mapping, TensorView key_scale, TensorView value_scale STREAM_ARG);          \
   /* whole blocks inside one cache [L, 2, N, Hkv, B, D]; pairs int64 [P, 2] = (source, destination) */               \
   void copy_blocks(TensorView kv_cache, TensorView pairs STREAM_ARG);                                                \
-  void rms_norm(TensorView x, TensorView weight, TensorView out, float eps STREAM_ARG); /* [T, H] */                 \
-  /* residual += x; x = rms_norm(residual) * weight, both in place */                                                \
-  void fused_add_rms_norm(TensorView x, TensorView residual, TensorView weight, float eps STREAM_ARG);               \
+  /* [T, H]; times weight_offset + weight */                                                                          \
+  void rms_norm(TensorView x, TensorView weight, TensorView out, float eps, float weight_offset STREAM_ARG);         \
+  /* residual += x; x = rms_norm(residual), both in place */                                                         \
+  void fused_add_rms_norm(TensorView x, TensorView residual, TensorView weight, float eps,                           \
+                          float weight_offset STREAM_ARG);                                                           \
   /* query [T, Hq, D], key [T, Hkv, D] rotated in place; cos_sin [max_position, rotary_dim], cosines first */        \
   void rotary_embedding(TensorView positions, TensorView query, TensorView key, TensorView cos_sin,                  \
                         bool interleaved STREAM_ARG);                                                                \

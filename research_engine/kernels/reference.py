@@ -11,17 +11,21 @@ from research_engine.kernels._checks import QUANTIZED_CACHE_DTYPES
 from research_engine.kernels.quantized import KINDS, QuantizedWeight, unpack_weight
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, weight_offset: float = 0.0, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """See `kernels.rms_norm`."""
     wide = x.double()
-    result = wide / torch.sqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weight.double()
+    result = wide / torch.sqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * (weight.double() + weight_offset)
     return result if out is None else out.copy_(result)
 
 
-def fused_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, weight_offset: float = 0.0
+) -> None:
     """See `kernels.fused_add_rms_norm`: in place, normed is the sum as rounded to residual's dtype."""
     residual.copy_(residual.double() + x.double())
-    x.copy_(rms_norm(residual, weight, eps))
+    x.copy_(rms_norm(residual, weight, eps, weight_offset=weight_offset))
 
 
 def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from research_engine.loading.errors import LoadError
 
-_WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
-_UNWANTED = ["*/*", "consolidated*"]  # other formats and copies kept in folders
+BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt", "configuration_*.py", "tokenization_*.py")
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # the second only where a repository has none of the first
+UNWANTED = ("*/*", "consolidated*")  # other formats and copies kept in folders
 
 
 def fetch_repository(repository: str, cache: Path, *, progress: bool) -> Path:
     """The local snapshot of ``OWNER/NAME``; resumes an interrupted download, and works offline once complete.
 
     Raises:
-        LoadError: the repository does not exist, is gated, holds no safetensors, or cannot be reached.
+        LoadError: the repository does not exist, is gated, or cannot be reached.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -23,10 +25,16 @@ def fetch_repository(repository: str, cache: Path, *, progress: bool) -> Path:
     quiet = not progress and not are_progress_bars_disabled()
     if quiet:
         disable_progress_bars()
-    try:
-        return Path(
-            snapshot_download(repository, cache_dir=cache / "hub", allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+
+    def fetch(weights: str) -> Path:
+        wanted = [weights, *BESIDE_WEIGHTS]
+        kept = snapshot_download(
+            repository, cache_dir=cache / "hub", allow_patterns=wanted, ignore_patterns=list(UNWANTED)
         )
+        return Path(kept)
+
+    try:
+        return with_any_weights(fetch)
     except GatedRepoError as error:
         raise LoadError(
             f"{repository}: the repository is gated; accept its terms on the hub, then `hf auth login`"
@@ -44,3 +52,12 @@ def fetch_repository(repository: str, cache: Path, *, progress: bool) -> Path:
     finally:
         if quiet:
             enable_progress_bars()
+
+
+def with_any_weights(fetch: Callable[[str], Path]) -> Path:
+    """The directory that ``fetch(pattern of weights)`` fills: safetensors, or pickled weights where there are none."""
+    for weights in WEIGHTS:
+        directory = fetch(weights)
+        if any(directory.glob(weights)):
+            break
+    return directory

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from research_engine.models.attention_metadata import AttentionMetadata
-from research_engine.models.llama import LlamaForCausalLM
+from research_engine.models.decoder import Decoder
 
 
 class PagedRun:
@@ -15,7 +15,7 @@ class PagedRun:
     that was never written shows."""
 
     def __init__(
-        self, model: LlamaForCausalLM, num_requests: int, max_len: int, block_size: int = 16, seed: int = 0
+        self, model: Decoder, num_requests: int, max_len: int, block_size: int = 16, seed: int = 0
     ) -> None:
         self.model, self.block_size = model, block_size
         per_request = -(-max_len // block_size)
