@@ -24,7 +24,7 @@ from research_engine.engine.errors import PolicyError
 from research_engine.engine.records import Records, RequestRecord
 from research_engine.engine.request import Request
 from research_engine.engine.sampling_params import SamplingParams
-from research_engine.options import EngineOptions, OptionError, choose_device, choose_dtype
+from research_engine.options import EngineOptions, OptionError, choose_device, choose_dtype, choose_kv_cache_dtype
 from research_engine.outputs import CompletionOutput, Logprob, RequestOutput, merged_record
 from research_engine.structured_outputs import GrammarCompiler
 
@@ -78,6 +78,7 @@ def load(options: EngineOptions, *, progress: bool = True) -> LoadedModel:
         progress=progress,
         max_model_len=options.max_model_len,
         trust_remote_code=options.trust_remote_code,
+        weight_packing=options.weight_packing,
     )
     return LoadedModel(source, config, model, tokenizer)
 
@@ -112,8 +113,9 @@ def build_engine(
         )
     try:
         executor = TorchExecutor(
-            model, num_blocks=config.num_blocks, block_size=config.block_size, num_host_blocks=config.num_host_blocks
-        )
+            model, num_blocks=config.num_blocks, block_size=config.block_size, num_host_blocks=config.num_host_blocks,
+            cache_dtype=choose_kv_cache_dtype(options.kv_cache_dtype, model.dtype),
+        )  # fmt: skip
     except RuntimeError as error:  # what torch raises when memory is short, on a CPU and on a GPU
         sizes = f"num_blocks = {config.num_blocks}, num_host_blocks = {config.num_host_blocks}"
         raise OptionError(f"no memory for the KV cache of {sizes} of {config.block_size} tokens: {error}") from error
@@ -138,7 +140,8 @@ def engine_config(
 
     budget_tokens = options.max_num_batched_tokens or (2048 if device.type == "cpu" else 8192)
     max_len = options.max_model_len or model.max_position_embeddings
-    block_bytes = kv_bytes_per_block(model, options.block_size, dtype)
+    cache_dtype = choose_kv_cache_dtype(options.kv_cache_dtype, dtype)
+    block_bytes = kv_bytes_per_block(model, options.block_size, cache_dtype)
     num_blocks = options.num_blocks
     if num_blocks is None:
         if options.kv_cache_memory is not None:

@@ -23,6 +23,7 @@ import torch
 from research_engine import kernels
 from research_engine.engine.contract import Batch, ScheduledRequest, StepResult, TokenLogprobs
 from research_engine.executors.block_tables import BlockTables
+from research_engine.executors.kv_scales import kv_scales
 from research_engine.executors.logprobs import token_logprobs
 from research_engine.executors.sampler import sample
 from research_engine.models.attention_metadata import AttentionMetadata
@@ -37,6 +38,7 @@ class Decoder(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    kv_scales: torch.Tensor | None
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionMetadata
@@ -53,23 +55,34 @@ class TorchExecutor:
         num_blocks: device blocks, as in EngineConfig.
         block_size: token slots per block.
         num_host_blocks: blocks in host memory, pinned when the model is on a GPU.
+        cache_dtype: of the KV cache: the model's when None, float8_e4m3fn or int8.
 
     Attributes:
-        kv_cache: [L, 2, num_blocks, Hkv, block_size, D] in the model's dtype.
+        kv_cache: [L, 2, num_blocks, Hkv, block_size, D] in cache_dtype.
         host_cache: [L, 2, num_host_blocks, Hkv, block_size, D].
     """
 
-    def __init__(self, model: Decoder, *, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
         config = model.config
         self.device = model.device
         self._model: Decoder | None = model
         self._block_size = block_size
         self._tables = BlockTables()
         tile = (config.num_kv_heads, block_size, config.head_dim)
+        dtype = cache_dtype or model.dtype
+        self._kv_scales = kv_scales(model, dtype)
         # never initialised: a slot is read only after it was written, and untouched pages cost no memory on a CPU
-        self.kv_cache = torch.empty((config.num_layers, 2, num_blocks, *tile), dtype=model.dtype, device=model.device)
+        self.kv_cache = torch.empty((config.num_layers, 2, num_blocks, *tile), dtype=dtype, device=model.device)
         self.host_cache = torch.empty(
-            (config.num_layers, 2, num_host_blocks, *tile), dtype=model.dtype, pin_memory=model.device.type == "cuda"
+            (config.num_layers, 2, num_host_blocks, *tile), dtype=dtype, pin_memory=model.device.type == "cuda"
         )
 
     @torch.inference_mode()
@@ -147,6 +160,7 @@ class TorchExecutor:
             seq_lens=self._to_device(seq_lens),
             max_query_len=longest,
             max_seq_len=max_seq_len,
+            kv_scales=self._kv_scales,
         )
         return model.forward(self._to_device(token_ids), self._to_device(positions), attention), ends
 
