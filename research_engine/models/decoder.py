@@ -227,7 +227,7 @@ class Decoder:
         found = []
         for i, layer in enumerate(self.layers):
             for linear, parts, expert in (*layer.attention.matrices(), *layer.mlp.matrices()):
-                fused = {"q": "qkv", "gate": "gate_up"}.get(parts[0])
+                fused = {"q": "qkv", "gate": "gate_up"}.get(parts[0], "")
                 if fused in self.names.parts:
                     parts = (fused,)
                 found.append((linear, tuple(f"{self.names.part(i, part, expert)}.weight" for part in parts)))
