@@ -48,6 +48,9 @@ def make_quantized_matmul(kind: str) -> Callable[[Sizes, Setting], Problem]:
             kernels.quantized_matmul(x, weight, out=out, workspace=workspace)
             return (out,)
 
+        def reset() -> None:
+            out.fill_(float("nan"))
+
         def dequantized() -> Run:
             return lambda: (functional.linear(x, kernels.dequantize_weight(weight, setting.dtype)),)
 
@@ -57,7 +60,7 @@ def make_quantized_matmul(kind: str) -> Callable[[Sizes, Setting], Problem]:
 
         return Problem(
             run,
-            reset=lambda: out.fill_(float("nan")),
+            reset=reset,
             error=lambda results: relative_error(results[0][:, :last], expected),
             tolerance=TOLERANCES[setting.dtype],
             peers={"torch": dense, "dequantised": dequantized},

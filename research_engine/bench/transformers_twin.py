@@ -68,15 +68,13 @@ def _llama_config(config: ModelConfig) -> Any:
     from transformers import LlamaConfig
 
     if config.architecture != "LlamaForCausalLM" or config.rope is None:
-        raise LoadError(f"the benchmark's baseline is a Llama, not {config.architecture}; use a directory of safetensors")
+        raise LoadError(f"the benchmark's baseline is a Llama, not {config.architecture}; use safetensors")
     if config.attention_bias != config.output_bias:
         raise LoadError("the benchmark's baseline has no Llama with biases on some attention projections only")
     scaling, of_model = None, config.rope.scaling
     if of_model is not None:
         if of_model.kind not in ("linear", "llama3"):
-            raise LoadError(
-                f"the benchmark's baseline has no Llama with {of_model.kind} rope scaling; use a directory of safetensors"
-            )
+            raise LoadError(f"the benchmark's baseline has no Llama with {of_model.kind} rope scaling; use safetensors")
         kept = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         keys = kept if of_model.kind == "llama3" else kept[:1]
         scaling = {"rope_type": of_model.kind, **{key: getattr(of_model, key) for key in keys}}

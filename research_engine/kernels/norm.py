@@ -11,7 +11,9 @@ from research_engine.kernels._extension import _C, stream_of, traced
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, weight_offset: float = 0.0, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * (weight_offset + weight)` over the last dimension, sums in float32 (Zhang and Sennrich, 1910.07467).
+    """`x / sqrt(mean(x^2) + eps) * (weight_offset + weight)` over the last dimension, sums in float32.
+
+    (Zhang and Sennrich, 1910.07467.)
 
     Args:
         x: `[T, H]`, rows contiguous at any stride.

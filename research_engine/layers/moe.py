@@ -49,29 +49,30 @@ class MixtureOfExperts:
         shares_Tk, experts_Tk = torch.topk(shares_TE, k, dim=-1)
         if self.normalize:
             shares_Tk = shares_Tk / shares_Tk.sum(-1, keepdim=True)
-        order = experts_Tk.flatten().argsort(stable=True)
-        counts = torch.bincount(experts_Tk.flatten(), minlength=len(self.gate_up))
+        experts, order = experts_Tk.flatten().sort(stable=True)
+        # where each expert's rows end; a search, since counting would wait for the device
+        ends = torch.searchsorted(experts, torch.arange(len(self.gate_up), device=x.device), right=True)
         rows = x[order // k]
-        products = self._grouped(rows, counts) if self.stacked is not None else self._one_by_one(rows, counts)
+        products = self._grouped(rows, ends) if self.stacked is not None else self._one_by_one(rows, ends)
         out_TkH = torch.empty_like(products)
         out_TkH[order] = products
-        return torch.bmm(shares_Tk.unsqueeze(1), out_TkH.view(num_tokens, k, -1).float()).squeeze(1).to(x.dtype)
+        return torch.bmm(shares_Tk.unsqueeze(1), out_TkH.view(num_tokens, k, x.shape[1]).float()).squeeze(1).to(x.dtype)
 
-    def _one_by_one(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def _one_by_one(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """One product an expert that has rows."""
         outs = []
-        for expert, part in enumerate(rows.split(counts.tolist())):
+        for expert, part in enumerate(rows.tensor_split(ends[:-1].tolist())):
             if len(part):
                 product = self.gate_up[expert](part)
                 gated = product.new_empty(len(part), product.shape[1] // 2)
                 outs.append(self.down[expert](activate_and_mul(self.activation, product, gated)))
         return torch.cat(outs) if outs else rows
 
-    def _grouped(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def _grouped(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """All experts in one launch a product; never waits for the device."""
         assert self.stacked is not None
         gate_up, down = self.stacked
-        ends = counts.cumsum(0).to(torch.int32)
+        ends = ends.to(torch.int32)
         product = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=ends)
         gated = product.new_empty(len(product), product.shape[1] // 2)
         activate_and_mul(self.activation, product, gated)
@@ -105,5 +106,3 @@ def can_group(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) 
     """Whether torch's grouped product takes matrices of these row lengths there: bfloat16 rows of 16-byte multiples."""
     aligned = all(size * dtype.itemsize % 16 == 0 for size in sizes)
     return device.type == "cuda" and dtype == torch.bfloat16 and aligned and hasattr(torch, "_grouped_mm")
-
-

@@ -60,9 +60,10 @@ def cos_sin_table(rope: Rope, longest: int, device: torch.device | str) -> torch
     The angle is the float32 product of position and frequency, as in the reference implementations: at position 8000
     its rounding is some 2e-4 rad, and a better product would give other logits than the ones a model is judged by.
     """
-    where = "meta" if torch.device(device).type == "meta" else "cpu"  # the CPU's cosines on every device
-    positions = torch.arange(longest, dtype=torch.float32, device=where)
-    angles = torch.outer(positions, inverse_frequencies(rope, longest).to(where))
+    if torch.device(device).type == "meta":  # the shape alone
+        return torch.empty((longest, rope.dim), device=device)
+    positions = torch.arange(longest, dtype=torch.float32)  # the CPU's cosines on every device
+    angles = torch.outer(positions, inverse_frequencies(rope, longest))
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)
     if rope.scaling is not None and rope.scaling.attention_factor != 1.0:
         table *= rope.scaling.attention_factor

@@ -294,9 +294,7 @@ def config_of(file: GgufFile) -> ModelConfig:
     Raises:
         ConfigError: a key is missing, or its value is one this project does not implement.
     """
-    return config_from_gguf(
-        file.metadata, tied="output.weight" not in file.tensors, rope_factors=_rope_factors(file)
-    )
+    return config_from_gguf(file.metadata, tied="output.weight" not in file.tensors, rope_factors=_rope_factors(file))
 
 
 def _rope_factors(file: GgufFile) -> dict[str, tuple[float, ...]]:

@@ -182,17 +182,18 @@ def load_model(
     packed = _keeps_packed(checkpoint, dtype, device, weight_packing)
     with torch.inference_mode():
         with _naming_short_memory(checkpoint.location, config, dtype, device):
-            model = Decoder(
-                config, dtype=dtype, device=device, max_model_len=max_model_len, defer_matrices=packed
-            )
-            _fill(model, checkpoint, match, source.name if progress else None)
-            model.kv_scales = _kv_scales(checkpoint, config)
+            model = Decoder(config, dtype=dtype, device=device, max_model_len=max_model_len, defer_matrices=packed)
+        _fill(model, checkpoint, match, source.name if progress else None)
+        model.kv_scales = _kv_scales(checkpoint, config)
+        del checkpoint, match  # and the last file with them, before matrices are laid out anew
         model.prepare()
     return model
 
 
 @contextmanager
-def _naming_short_memory(location: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+def _naming_short_memory(
+    location: str, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # what torch raises when memory is short, on a CPU and on a GPU
@@ -254,7 +255,9 @@ def _keeps_packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
     has_kernel = device.type == "cpu" or dtype != torch.float32
     if weight_packing == "packed":
         if not quantized:
-            raise LoadError(f"{checkpoint.location}: weight_packing = 'packed', but it holds no matrix that can stay so")
+            raise LoadError(
+                f"{checkpoint.location}: weight_packing = 'packed', but it holds no matrix that can stay so"
+            )
         if not has_kernel:
             raise LoadError("weight_packing = 'packed' needs dtype bfloat16 or float16 on a GPU, got float32")
         return True
@@ -285,7 +288,7 @@ def _fill(model: Decoder, checkpoint: Checkpoint, match: Match, title: str | Non
                 continue
             views[name].copy_(checkpoint.read(stored, model.device))
             filled.append(stored)
-            sums.append(views[name].sum(dtype=torch.float32))  # a NaN or an infinity anywhere makes it no number
+            sums.append(views[name].sum().float())  # a NaN or an infinity anywhere makes it no number
     suspects = (~torch.stack(sums).isfinite()).nonzero().flatten().tolist()  # one wait for a GPU
     for index in suspects:  # or the finite values of one are so large that their sum is not
         stored, name = filled[index], match.wanted[filled[index]]

@@ -51,7 +51,9 @@ def match_tensors(checkpoint: Checkpoint, blank: Decoder) -> Match:
         )
     twice = [stored for stored, place in places.items() if place is not None and place != stored and place in shapes]
     if twice:
-        raise LoadError(f"{where}: tensor {twice[0]!r} and tensor {places[twice[0]]!r} are the same weight of the model")
+        raise LoadError(
+            f"{where}: tensor {twice[0]!r} and tensor {places[twice[0]]!r} are the same weight of the model"
+        )
     for stored, place in places.items():
         if place is not None:
             asked = tuple((views[place] if place in views else values[place]).shape)
@@ -67,9 +69,7 @@ def match_tensors(checkpoint: Checkpoint, blank: Decoder) -> Match:
     )
 
 
-def _name_in_model(
-    stored: str, prefix: str, others: tuple[str, ...], *known: Mapping[str, object]
-) -> str | None:
+def _name_in_model(stored: str, prefix: str, others: tuple[str, ...], *known: Mapping[str, object]) -> str | None:
     """The name under which the model knows a stored tensor: its own, or one with another prefix."""
     candidates = [stored] + [prefix + stored[len(other) :] for other in others if stored.startswith(other)]
     return next((name for name in candidates if any(name in names for names in known)), None)

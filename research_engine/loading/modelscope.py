@@ -9,8 +9,8 @@ from research_engine.loading.errors import LoadError
 from research_engine.loading.hub import BESIDE_WEIGHTS, UNWANTED, with_any_weights
 
 
-def fetch_from_modelscope(repository: str, cache: Path, *, progress: bool) -> Path:
-    """The local snapshot of ``OWNER/NAME``.
+def fetch_from_modelscope(repository: str, cache: Path) -> Path:
+    """The local snapshot of ``OWNER/NAME``; the package shows the download in its own way.
 
     Raises:
         LoadError: not such a name, the package is not installed, or the repository cannot be had.
@@ -27,13 +27,11 @@ def fetch_from_modelscope(repository: str, cache: Path, *, progress: bool) -> Pa
 
     def fetch(weights: str) -> Path:
         wanted = [weights, *BESIDE_WEIGHTS]
-        quiet = {} if progress else {"progress_callbacks": []}
         kept = snapshot_download(
             repository,
             cache_dir=str(cache / "modelscope"),
             allow_patterns=wanted,
             ignore_patterns=list(UNWANTED),
-            **quiet,
         )
         return Path(kept)
 
@@ -41,6 +39,6 @@ def fetch_from_modelscope(repository: str, cache: Path, *, progress: bool) -> Pa
         return with_any_weights(fetch)
     except Exception as error:  # the package's own errors, and those of what it stands on
         raise LoadError(
-            f"modelscope:{repository}: cannot be fetched from ModelScope: {error}; give a local directory or .gguf file, "
-            "OWNER/NAME of the Hugging Face hub, or dummy:tiny, which needs no download"
+            f"modelscope:{repository}: cannot be fetched from ModelScope: {error}; give a local directory or .gguf "
+            "file, OWNER/NAME of the Hugging Face hub, or dummy:tiny, which needs no download"
         ) from error

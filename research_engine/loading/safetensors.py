@@ -25,7 +25,8 @@ class SafetensorsCheckpoint(ShardedCheckpoint):
             raise LoadError(f"{path}: truncated or corrupt: {error}") from error
 
     def _shapes_in(self, file: Any) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118: no mapping
+        names: list[str] = file.keys()
+        return {name: tuple(file.get_slice(name).get_shape()) for name in names}
 
     def _tensor(self, file: Any, name: str) -> torch.Tensor:
         try:

@@ -1,4 +1,4 @@
-"""Weights in one file or in several with an index, whatever the format: which files there are, and what lies in them."""
+"""Weights in one file or in several with an index, whatever the format: which files there are, and what they hold."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ class ShardedCheckpoint(ABC):
         if len(found) != 1:
             listed = ", ".join(path.name for path in found) or "none"
             raise LoadError(
-                f"{self._directory}: needs {self.SINGLE}, {self.INDEX} or exactly one {pattern} file; there are: {listed}"
+                f"{self._directory}: needs {self.SINGLE}, {self.INDEX} or exactly one {pattern} file; "
+                f"there are: {listed}"
             )
         return found[0]
 

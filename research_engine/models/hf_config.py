@@ -118,7 +118,7 @@ def _windows(config: Mapping[str, Any], slides: Callable[[int], bool]) -> tuple[
         if kind not in ("sliding_attention", "full_attention"):
             raise ConfigError(f"layer_types must hold sliding_attention or full_attention, got {kind!r}")
     windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return windows if any(windows) else ()
+    return windows if any(w is not None for w in windows) else ()
 
 
 def _mistral(config: Mapping[str, Any], *, theta: float = 10000.0) -> dict[str, Any]:

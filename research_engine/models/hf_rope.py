@@ -58,9 +58,13 @@ def _scaling(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeSc
     if original <= 0:
         raise ConfigError(f"original_max_position_embeddings must be a positive integer, got {original}")
     if kind == "llama3":
-        keys = ("factor", "low_freq_factor", "high_freq_factor")
-        values = {key: float(need(parameters, key, float)) for key in keys}
-        return RopeScaling(kind, original_max_position_embeddings=original, **values)
+        return RopeScaling(
+            kind,
+            need(parameters, "factor", float),
+            need(parameters, "low_freq_factor", float),
+            need(parameters, "high_freq_factor", float),
+            original,
+        )
     factor = take(parameters, "factor", float, positions / original)
     if kind == "longrope":
         if original == 1:

@@ -15,8 +15,8 @@ class RopeScaling:
     """How the rotary frequencies of a longer context differ from those of the original one.
 
     - ``linear``: every frequency divided by ``factor`` (Chen et al. 2023, position interpolation).
-    - ``dynamic``: the base grows with the longest sequence, ``theta * (factor * n / n0 - (factor - 1)) ** (d / (d - 2))``
-      for ``n > n0``, the original length ("NTK-aware" scaling).
+    - ``dynamic``: the base grows with the longest sequence n beyond the original length n0, to
+      ``theta * (factor * n / n0 - (factor - 1)) ** (d / (d - 2))`` ("NTK-aware" scaling).
     - ``llama3``: frequencies of wavelengths above ``original_max_position_embeddings / low_freq_factor`` divided by
       ``factor``, those below ``.../high_freq_factor`` kept, a linear blend between (the Llama 3.1 release).
     - ``yarn``: a linear blend over the dimensions between those that turn ``beta_fast`` and ``beta_slow`` times within
@@ -70,7 +70,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding (Su et al. 2021): ``theta`` the base, ``dim`` how many elements of a head it rotates."""
+    """Rotary position embedding (Su et al. 2021): ``theta`` the base, ``dim`` how many elements of a head turn."""
 
     theta: float
     dim: int

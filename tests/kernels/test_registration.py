@@ -22,9 +22,9 @@ def arguments(name: str, device: str) -> tuple[object, ...]:
 
     pairs = torch.tensor([(0, 1), (2, 3)])
     if name == "rms_norm":
-        return randn(3, 16), randn(16), randn(3, 16), 1e-5
+        return randn(3, 16), randn(16), randn(3, 16), 1e-5, 1.0
     if name == "fused_add_rms_norm":
-        return randn(3, 16), randn(3, 16), randn(16), 1e-5
+        return randn(3, 16), randn(3, 16), randn(16), 1e-5, 1.0
     if name == "silu_and_mul":
         return randn(3, 16), randn(3, 8)
     if name == "rotary_embedding":

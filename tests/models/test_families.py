@@ -1,4 +1,4 @@
-"""Every family against transformers: logits at every position, chunked and paged, and greedy tokens through the engine."""
+"""Every family against transformers: logits at every position, chunked and paged, and the engine's greedy tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from research_engine.models import families
 from research_engine.models.fallback import FallbackWarning, TransformersDecoder
 from research_engine.models.hf_config import _READERS
 from tests.models.paged_run import PagedRun
-from tests.models.tiny_models import FAMILIES, LENGTH_DEPENDENT, OTHERS, greedy, make_model, prompts, reference_logits, saved
+from tests.models.tiny_models import (
+    FAMILIES,
+    LENGTH_DEPENDENT,
+    OTHERS,
+    greedy,
+    make_model,
+    prompts,
+    reference_logits,
+    saved,
+)
 
 NOISE = {"rtol": 1e-4, "atol": 2e-4}
 
@@ -57,9 +66,7 @@ def test_logits_and_engine_tokens_equal_transformers(family: str, tmp_path: Path
 
 @pytest.mark.parametrize("family", LENGTH_DEPENDENT)
 @pytest.mark.parametrize("longest", [64, 200])
-def test_scalings_by_length_are_those_of_the_longest_sequence_served(
-    family: str, longest: int, tmp_path: Path
-) -> None:
+def test_scalings_by_length_are_those_of_the_longest_sequence_served(family: str, longest: int, tmp_path: Path) -> None:
     reference = make_model(LENGTH_DEPENDENT[family])
     model = load(saved(reference, tmp_path), max_model_len=longest)
     long, short = prompts([longest, 21])

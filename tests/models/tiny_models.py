@@ -45,7 +45,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, linear rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, **_ROPE}}),
     "llama, yarn": ("Llama", {"rope_parameters": _YARN}),
     "llama, yarn, not truncated": ("Llama", {"rope_parameters": {**_YARN, "truncate": False, "beta_fast": 16.0}}),
-    "llama, partial rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 1.0, **_ROPE}}),
     "llama, biases, gelu": ("Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
     "mistral": ("Mistral", {"sliding_window": 24, "head_dim": 96, "num_key_value_heads": 4}),
     "mistral, no window": ("Mistral", {"sliding_window": None}),
@@ -57,7 +56,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 112}),
     "qwen3, biases, window": (
         "Qwen3",
-        {"head_dim": 32, "attention_bias": True, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+        {
+            "head_dim": 32, "attention_bias": True, "use_sliding_window": True, "sliding_window": 9,
+            "max_window_layers": 2,
+        },
     ),
     "gemma2": (
         "Gemma2",
@@ -83,7 +85,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("Phi3", {"sliding_window": 30}),
-    "phi3, partial rope": ("Phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75, **_ROPE}}),
+    "phi3, partial rope": (
+        "Phi3",
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75, **_ROPE}},
+    ),
     "gpt2": ("GPT2", _GPT2),
     "gpt2, untied, scaled by layer": (
         "GPT2",
