@@ -50,6 +50,15 @@ def arguments(name: str, device: str) -> tuple[object, ...]:
             None,
             None,
         )
+    if name in ("quantized_matmul", "dequantize_weight"):
+        w = kernels.pack_weight(
+            torch.zeros(40, 64, dtype=torch.uint8, device=device), torch.ones(2, 40, device=device), kind="int4"
+        )
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        if name == "dequantize_weight":
+            return w.weight, w.scales, None, None, torch.empty(40, 64, dtype=dtype, device=device), "int4"
+        x, out = randn(3, 64).to(dtype), torch.empty(3, 40, dtype=dtype, device=device)
+        return x, w.weight, w.scales, None, None, out, None, "int4"
     if name == "copy_blocks":
         return randn(2, 2, 4, 2, 8, 16), pairs
     if name == "swap_blocks":
@@ -66,7 +75,8 @@ def arguments(name: str, device: str) -> tuple[object, ...]:
 
 
 ROWWISE = ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding", "rotary_and_cache"]
-NAMES = [*ROWWISE, "reshape_and_cache", "copy_blocks", "swap_blocks", "sample", "paged_attention"]
+PACKED = ["quantized_matmul", "dequantize_weight"]
+NAMES = [*ROWWISE, *PACKED, "reshape_and_cache", "copy_blocks", "swap_blocks", "sample", "paged_attention"]
 
 
 @pytest.mark.parametrize("name", NAMES)
