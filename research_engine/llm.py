@@ -83,6 +83,14 @@ def load(options: EngineOptions, *, progress: bool = True) -> LoadedModel:
         trust_remote_code=options.trust_remote_code,
         weight_packing=options.weight_packing,
     )
+    if options.batch_invariant:
+        if not hasattr(model, "make_batch_invariant"):
+            what = f"{config.architecture} runs on transformers' modules, which are not"
+            raise OptionError(f"batch_invariant = True: {what}")
+        try:
+            model.make_batch_invariant()
+        except ValueError as error:
+            raise OptionError(str(error)) from error
     return LoadedModel(source, config, model, tokenizer)
 
 

@@ -70,6 +70,8 @@ class EngineOptions:
             is never run.
         check_integrity: balance the KV cache's books after every step.
         overlap: schedule and launch a step while the device runs the one before it; None does on a GPU.
+        batch_invariant: a request's tokens and log-probabilities are the same bits under every scheduler, chunk size,
+            batch and preemption, which costs speed.
         enforce_eager: no CUDA graphs: every step is launched kernel by kernel.
 
     Raises:
@@ -101,6 +103,7 @@ class EngineOptions:
     trust_remote_code: bool = False
     check_integrity: bool = False
     overlap: bool | None = None
+    batch_invariant: bool = False
     enforce_eager: bool = False
 
     def __post_init__(self) -> None:

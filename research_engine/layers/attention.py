@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from research_engine import kernels
+from research_engine.layers.invariant import SPLIT_SIZE
 from research_engine.layers.linear import Linear, QKVLinear
 from research_engine.layers.norm import RMSNorm
 from research_engine.models.attention_metadata import AttentionMetadata
@@ -40,6 +43,7 @@ class Attention:
     ) -> None:
         self.qkv, self.output, self.layer, self.head_dim, self.scale = qkv, output, layer, head_dim, scale
         self.window, self.softcap, self.cos_sin = window, softcap, cos_sin
+        self.invariant: dict[str, Any] | None = None
         self.q_norm, self.k_norm = q_norm, k_norm
 
     def __call__(
@@ -85,9 +89,18 @@ class Attention:
             out=attended_THqD,
             max_query_len=attention.max_query_len,
             max_seq_len=attention.max_seq_len,
-            workspace=attention.workspace,
+            **({"workspace": attention.workspace} if self.invariant is None else self.invariant),
         )
         return self.output(attended_THqD.view(num_tokens, -1))
+
+    def make_batch_invariant(self) -> None:
+        """Mutates: one kernel serves every row, so that a row is the same in a prompt, in a chunk of it and alone.
+
+        The prefill kernel walks the keys of a row in tiles that begin at key 0. With a window they begin where the
+        tile's first row does, so there it is the decode kernel with splits of a fixed size.
+        """
+        whole: dict[str, Any] = {"path": "prefill"}
+        self.invariant = whole if self.window is None else {"path": "decode", "split_size": SPLIT_SIZE}
 
     def parts(self) -> dict[str, dict[str, torch.Tensor]]:
         """Views for the loader; query, key and value as one and apart."""

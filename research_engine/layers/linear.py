@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from research_engine.layers.invariant import in_tiles
 from research_engine.layers.quantized import QuantizedProduct
 
 _PACKING_ROWS = 512  # the layout oneDNN picks for so many rows is also the fastest one measured at 1 to 128
@@ -26,6 +27,9 @@ class Linear:
     ``weight`` (and ``bias [N]``) are filled in place by the loader; ``pack()`` then moves the weight to the fastest
     layout for its device, after which ``weight`` is None. Instead of filling it, ``quantize()`` puts a quantised weight
     in its place; one that was made on the meta device and is to be filled after all needs ``materialize()`` before.
+
+    Attributes:
+        rows_at_once: compute so many rows in every product, so that no row depends on how many there are; None for all.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -33,6 +37,7 @@ class Linear:
         self.bias = bias
         self._packed: torch.Tensor | None = None
         self._quantized: QuantizedProduct | None = None
+        self.rows_at_once: int | None = None
 
     def quantize(self, product: QuantizedProduct) -> None:
         """Mutates: the weight is given up for a quantised one."""
@@ -55,6 +60,9 @@ class Linear:
             self.weight = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._product(x) if self.rows_at_once is None else in_tiles(self._product, x, self.rows_at_once)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         if self._quantized is not None:

@@ -15,10 +15,13 @@ Hq query heads, Hkv KV heads, D head size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from research_engine.layers.attention import Attention
 from research_engine.layers.embedding import Embedding, LMHead
+from research_engine.layers.invariant import ROWS_AT_ONCE
 from research_engine.layers.linear import GateUpLinear, Linear, QKVLinear
 from research_engine.layers.mlp import GatedMLP, PlainMLP
 from research_engine.layers.moe import MixtureOfExperts, can_group
@@ -244,12 +247,28 @@ class Decoder:
 
     def prepare(self) -> None:
         """Mutates: moves the loaded weights to the layouts their device is fastest with, one matrix at a time."""
+        for linear in self._linears():
+            linear.pack()
+
+    def make_batch_invariant(self) -> None:
+        """Mutates: from now on a row's result is the same bits whatever else is in the batch, at some cost.
+
+        Raises:
+            ValueError: experts on a GPU, whose grouped product has no such mode.
+        """
+        if self.config.num_experts and self.device.type == "cuda":
+            raise ValueError("batch_invariant: experts are one grouped product on a GPU, which is not invariant")
+        for linear in self._linears():
+            linear.rows_at_once = ROWS_AT_ONCE[self.device.type]
         for layer in self.layers:
-            for linear in (*layer.attention.linears(), *layer.mlp.linears()):
-                linear.pack()
+            layer.attention.make_batch_invariant()
+
+    def _linears(self) -> Iterator[Linear]:
+        for layer in self.layers:
+            yield from (*layer.attention.linears(), *layer.mlp.linears())
         for projection in (self.project_in, self.project_out, self.lm_head):
             if projection is not None:
-                projection.pack()
+                yield projection
 
     @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionMetadata) -> torch.Tensor:
