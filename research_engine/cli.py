@@ -33,6 +33,10 @@ COMMANDS = {
     "bench cpu": Command(
         "research_engine.bench.cpu:main", "decode and prefill against transformers; --loop: host time"
     ),
+    "bench server": Command(
+        "research_engine.bench.server:main",
+        "the HTTP server around a stub engine, against plain FastAPI; --soak: leaks",
+    ),
     "bench kernels": Command(
         "research_engine.bench.kernels:main", "the ops against the measured roofline, torch and other libraries"
     ),

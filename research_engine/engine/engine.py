@@ -18,6 +18,10 @@ from .sampling_params import SamplingParams
 from .structured import TokenConstraint
 from .text import DecodeStream, TextAssembler
 
+_BLOCKS_CHECKED_PER_STEP = 16
+"""Balancing the books reads every block. An idle engine does so only once its steps have earned it at this rate, or a
+server of many short requests would do little else."""
+
 
 class TokenOutput(NamedTuple):
     """One token that came out of a step.
@@ -81,6 +85,7 @@ class Engine:
         self._groups: dict[str, list[Request]] = {}  # id as given -> its continuations not yet ended
         self._num_added = 0
         self._steps_without_progress = 0
+        self._steps_unchecked = 0  # since the books were last balanced
         self._event_error: PolicyError | None = None  # of a policy's event; raised once the books are consistent
 
     # Requests in and out.
@@ -378,7 +383,10 @@ class Engine:
             record = StepRecord.of(batch, self.kv_cache, executed, self.clock.now(), len(self._running), waiting)
             self.records.add_step(record)
             self._tell("on_step", record)
-        if self.config.check_integrity or not self._live:
+        self._steps_unchecked += 1
+        due = not self._live and self._steps_unchecked * _BLOCKS_CHECKED_PER_STEP >= self.config.num_blocks
+        if self.config.check_integrity or due:
+            self._steps_unchecked = 0
             self.kv_cache.check_integrity(self._live.values())
 
     def _guard_progress(self, progress: bool, batch: Batch) -> None:
