@@ -141,6 +141,7 @@ class Serving:
             log_level="warning",
             access_log=server.access_log,
             server_header=False,
+            proxy_headers=False,
             backlog=4096,
             timeout_keep_alive=60,
             ssl_keyfile=server.ssl_keyfile or None,
