@@ -51,12 +51,18 @@ COMMANDS = {
     "profile": Command(
         "research_engine.calibration.profile:main", "measure this machine for the simulator: a profile with its error"
     ),
-    "bench load": Command("research_engine.bench.loading:main", "a model from the page cache: seconds, bytes per second"),
+    "bench load": Command(
+        "research_engine.bench.loading:main", "a model from the page cache: seconds, bytes per second"
+    ),
     "validate": Command(
         "experiments.validation.command:main", "the simulator against this machine: same arrivals, signed errors"
     ),
     "capacity": Command(
         "experiments.capacity.command:main", "the highest rate within limits on latency, simulated; GPUs for a traffic"
+    ),
+    "bench server": Command(
+        "research_engine.bench.server:main",
+        "the HTTP server around a stub engine, against plain FastAPI; --soak: leaks",
     ),
     "bench kernels": Command(
         "research_engine.bench.kernels:main", "the ops against the measured roofline, torch and other libraries"

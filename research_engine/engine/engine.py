@@ -208,8 +208,7 @@ class Engine:
                 self.records.add_step(record)
             self._policy.tell("on_step", record, batch.step)
         self.num_steps += 1
-        if self.config.check_integrity or not self.queues.live:
-            self.kv_cache.check_integrity(self.queues.live.values())
+        self.kv_cache.balance_when_due(self.queues.live)
         self._policy.raise_event_error()
         self._progress.after(batch, progress, self.queues, self.kv_cache, self._policy.name)
         return outputs
