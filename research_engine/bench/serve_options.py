@@ -376,7 +376,7 @@ class ServeBenchOptions:
             raise ValueError("goodput: ttft and tpot need streamed answers; e2el does not")
         name = self.report.result_filename
         if self.traffic.sweep_rates is not None and name is not None and not name.endswith(".json"):
-            raise ValueError(f"result_filename = {name!r}: must end in .json; a sweep puts .csv, .md and .png beside it")
+            raise ValueError(f"result_filename = {name!r}: must end in .json, for .csv, .md and .png stand beside it")
 
     @property
     def takes_trace_times(self) -> bool:
