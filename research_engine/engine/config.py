@@ -26,6 +26,8 @@ class EngineConfig:
         eos_token_ids: tokens that end a sequence unless ignore_eos is set.
         seed: base of the seeds of requests that bring none.
         check_integrity: balance the KV cache's books after every step, not only when idle.
+        overlap: schedule and hand over a step while the one before it runs. Tokens are the same; a request that stops
+            by itself is found out one step late.
         stall_limit: idle or preempting steps in a row, without any request advancing, before StalledError ends the run.
 
     Raises:
@@ -45,6 +47,7 @@ class EngineConfig:
     eos_token_ids: tuple[int, ...] = ()
     seed: int = 0
     check_integrity: bool = False
+    overlap: bool = False
     stall_limit: int = 1000
 
     def __post_init__(self) -> None:
@@ -53,7 +56,7 @@ class EngineConfig:
         least = {"num_host_blocks": 0, "vocab_size": 0, "max_num_queued": 0, "max_model_len": 2}
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.name in ("enable_prefix_caching", "check_integrity", "eos_token_ids", "seed", "reservation"):
+            if entry.type == "bool" or entry.name in ("eos_token_ids", "seed", "reservation"):
                 continue
             low = least.get(entry.name, 1)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:

@@ -5,21 +5,23 @@ EngineView -> Scheduler -> SchedulePlan -> (engine commits) -> Batch -> Executor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 from .block_ledger import BlockLedger
 from .config import EngineConfig
-from .request import Request, Status
+from .request import UNKNOWN_TOKEN, Request, Status
 
 if TYPE_CHECKING:
     from .kv_cache import KVCache
     from .records import StepRecord as StepRecord  # policies name it in annotations
 
 __all__ = [
-    "Batch", "BlockLedger", "Clock", "EngineConfig", "EngineView", "Executor", "Preemption", "PreemptionMode",
-    "Request", "SchedulePlan", "ScheduledRequest", "Scheduler", "Status", "StepResult", "TokenLogprobs",
+    "Batch", "BlockLedger", "Clock", "EngineConfig", "EngineView", "Executor", "Pending", "Preemption",
+    "PreemptionMode", "Request", "SchedulePlan", "ScheduledRequest", "Scheduler", "Status", "StepResult",
+    "TokenLogprobs", "UNKNOWN_TOKEN",
 ]  # fmt: skip
 
 PreemptionMode = Literal["recompute", "swap"]
@@ -155,10 +157,10 @@ class Scheduler(Protocol):
         """A request joined the queue."""
 
     def on_step(self, record: StepRecord) -> None:
-        """A step ended; `record` says who computed how many tokens."""
+        """A step was made; `record` says who computed how many tokens. With overlap its last two times are unknown."""
 
     def on_finish(self, request: Request) -> None:
-        """A request ended, by stop, length or abort."""
+        """A request ended, by stop, length or abort; with overlap, its last token may still be under way."""
 
 
 class ScheduledRequest(NamedTuple):
@@ -185,13 +187,16 @@ class Batch:
 
     Attributes:
         step: number of the step.
-        started, committed: clock seconds when scheduling began and when the plan was committed.
+        started, committed, executed: clock seconds when scheduling began, when the plan was committed and when the
+            result was there.
         rows: in the plan's order.
         num_tokens: tokens of all rows.
         swap_out: (device block, host block) pairs.
         swap_in: (host block, device block) pairs.
         copies: (source, destination) device block pairs, for copy on write.
         admitted: requests that were waiting (or swapped) until this step.
+        received: (request, n): the KV of its first n tokens was computed elsewhere, and the executor has to bring it
+            into the request's blocks before it computes the rows.
         preempted: what each preemption cost.
     """
 
@@ -200,10 +205,12 @@ class Batch:
     num_tokens: int
     started: float = 0.0
     committed: float = 0.0
+    executed: float = math.nan
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
+    received: list[tuple[Request, int]] = field(default_factory=list)
     preempted: list[PreemptionRecord] = field(default_factory=list)
 
 
@@ -241,13 +248,29 @@ class StepResult:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
 
+    def wait(self) -> StepResult:
+        """Itself: a result that is there is a Pending one, too."""
+        return self
+
+
+class Pending(Protocol):
+    """A step that was handed to a device; the device works on steps in the order in which they came."""
+
+    def wait(self) -> StepResult:
+        """The result, once it is there. Called once."""
+        ...
+
 
 @runtime_checkable
 class Executor(Protocol):
     """Computes batches: on a CPU, a GPU, several GPUs, or in simulated time."""
 
-    def execute(self, batch: Batch) -> StepResult:
-        """Carry out the block moves, compute the rows, draw tokens. Must not change any request."""
+    def execute(self, batch: Batch) -> Pending:
+        """Carry out the block moves, compute the rows, draw tokens; may return before that is done.
+
+        Must not change any request. A row's last token may be UNKNOWN_TOKEN: it is the one drawn for that request by
+        the batch before, which the executor alone knows.
+        """
         ...
 
     def shutdown(self) -> None:

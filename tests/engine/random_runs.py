@@ -8,9 +8,10 @@ from typing import Any
 
 from research_engine.engine.contract import Request, Scheduler
 from research_engine.engine.decision_log import DecisionLog
-from research_engine.engine.engine import Engine, TokenOutput
+from research_engine.engine.engine import Engine
 from research_engine.engine.reservation import Reservation
 from research_engine.engine.sampling_params import SamplingParams
+from research_engine.engine.token_output import TokenOutput
 
 from .shadow import VOCABULARY, ManualClock, assert_empty, expected, make_engine
 
@@ -24,6 +25,7 @@ class RandomRun:
         aborts: probability of an abort per step.
         reservation: of the engine.
         decisions: where the scheduler's decisions are taken down.
+        overlap: whether a step is handed over while the one before it runs.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class RandomRun:
         aborts: float = 0.08,
         reservation: Reservation = "paged",
         decisions: DecisionLog | None = None,
+        overlap: bool = False,
     ) -> None:
         self.rng = rng = random.Random(seed)
         self.aborts = aborts
@@ -57,6 +60,7 @@ class RandomRun:
             stall_limit=3000,
             reservation=reservation,
             decisions=decisions,
+            overlap=overlap,
         )
         self.slots = slots
         self.families = [[rng.randrange(VOCABULARY) for _ in range(slots)] for _ in range(2)]
@@ -107,7 +111,7 @@ class RandomRun:
         if not self.live:
             return
         request_id = self.rng.choice(self.live)
-        unfinished = [r for r in self.requests if r.group_id == request_id and not r.is_finished]
+        unfinished = [r for r in self.requests if r.group_id == request_id and r.finish_time is None]
         assert self.engine.abort(request_id) == bool(unfinished)
         assert not self.engine.abort(request_id)
         self.aborted.update(unfinished)
@@ -125,7 +129,7 @@ class RandomRun:
             self.abort()
         view = engine.view()
         batch = engine.commit(engine.plan(view), view)
-        engine.kv_cache.check_integrity(engine._live.values())
+        engine.kv_cache.check_integrity(engine.queues.live.values())
         for row in batch.rows:
             written = row.request.block_ids[row.start // engine.config.block_size :]
             assert not any(engine.kv_cache._digest_of[block] for block in written), "a published block is written"
