@@ -30,8 +30,8 @@ COMMANDS = {
     "doctor": Command(
         "research_engine.doctor:main", "what was built, what this machine has, and what to do about the rest"
     ),
-    "chat": Command("research_engine.chat:main", "talk to a model in the terminal, over HTTP or in this process"),
     "memory": Command("research_engine.memory:main", "what a GPU's memory would go to, from config.json alone"),
+    "chat": Command("research_engine.chat:main", "talk to a model in the terminal, over HTTP or in this process"),
     "bench serve": Command(
         "research_engine.bench.serve:main", "load on a server: latency, throughput, goodput, saturation point"
     ),
@@ -51,9 +51,18 @@ COMMANDS = {
     "profile": Command(
         "research_engine.calibration.profile:main", "measure this machine for the simulator: a profile with its error"
     ),
+    "bench load": Command("research_engine.bench.loading:main", "a model from the page cache: seconds, bytes per second"),
+    "validate": Command(
+        "experiments.validation.command:main", "the simulator against this machine: same arrivals, signed errors"
+    ),
+    "capacity": Command(
+        "experiments.capacity.command:main", "the highest rate within limits on latency, simulated; GPUs for a traffic"
+    ),
     "bench kernels": Command(
         "research_engine.bench.kernels:main", "the ops against the measured roofline, torch and other libraries"
     ),
+    "compare": Command("experiments.compare:main", "two runs: what differs in configuration, environment and result"),
+    "report": Command("experiments.report_command:main", "tables, plots and the page of finished runs, made again"),
 }
 
 
