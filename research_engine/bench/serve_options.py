@@ -374,6 +374,9 @@ class ServeBenchOptions:
         slo = self.report.slo
         if slo is not None and not self.target.is_streamed and (slo.ttft is not None or slo.tpot is not None):
             raise ValueError("goodput: ttft and tpot need streamed answers; e2el does not")
+        name = self.report.result_filename
+        if self.traffic.sweep_rates is not None and name is not None and not name.endswith(".json"):
+            raise ValueError(f"result_filename = {name!r}: must end in .json, for .csv, .md and .png stand beside it")
 
     @property
     def takes_trace_times(self) -> bool:
