@@ -26,6 +26,7 @@ COMMANDS = {
     "bench cpu": Command(
         "research_engine.bench.cpu:main", "decode and prefill against transformers; --loop: host time"
     ),
+    "bench load": Command("research_engine.bench.load:main", "a model from the page cache: seconds, bytes per second"),
     "bench kernels": Command(
         "research_engine.bench.kernels:main", "the ops against the measured roofline, torch and other libraries"
     ),
