@@ -62,8 +62,8 @@ class EngineOptions:
         seed: of dummy weights and of requests that bring none.
         skip_tokenizer_init: load no tokenizer; prompts are token ids, and no text is made.
         load_format: "dummy" fills the model with pseudo-random weights instead of its own.
-        weight_packing: of quantised weights: "packed" multiplies them as they are stored, "dequantized" makes them floats
-            when they are loaded; "auto" packs AWQ, GPTQ, fp8 and compressed-tensors and dequantises GGUF.
+        weight_packing: of quantised weights: "packed" multiplies them as they are stored, "dequantized" makes them
+            floats when they are loaded; "auto" packs AWQ, GPTQ, fp8 and compressed-tensors and dequantises GGUF.
         kv_cache_dtype: "auto" is dtype; "fp8" ("fp8_e4m3") and "int8" take a byte an element, with a scale for every
             layer and head: those of the checkpoint, else for fp8 1, and for int8 measured on random tokens.
         trust_remote_code: run the code that a repository brings for its configuration and tokenizer; that for its model

@@ -206,6 +206,10 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The source's weights, or pseudo-random ones, to be read tensor by tensor under Hugging Face's names."""
     if dummy_weights or source.format == "dummy":
+        if config.quantization is not None:
+            from research_engine.loading.dummy_quantized import DummyQuantizedCheckpoint
+
+            return DummyQuantizedCheckpoint(source.name, config, seed)
         from research_engine.loading.dummy import DummyCheckpoint
 
         return DummyCheckpoint(source.name, config, seed)

@@ -179,8 +179,8 @@ class QuantizedCheckpoint:
                 if shape == (-(-n // size), -(-k // size)) and k % size == 0:
                     return size, size
         raise LoadError(
-            f"{self.location}: tensor {name!r} has the shape {list(shape)}; for a weight of [{n}, {k}] it has to be [1] "
-            f"or [{n}, 1], or one scale for each block of 128 x 128"
+            f"{self.location}: tensor {name!r} has the shape {list(shape)}; for a weight of [{n}, {k}] it has to be "
+            f"[1] or [{n}, 1], or one scale for each block of 128 x 128"
         )
 
     def _two(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:

@@ -79,7 +79,7 @@ def test_end_tokens_of_the_generation_config_win() -> None:
             "rope scaling factor must be a positive number, got 0.0",
         ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized with awq"),
+        ({"quantization_config": {"quant_method": "exl2"}}, "quant_method 'exl2' is not supported"),
         ({"eos_token_id": 199}, "id 199 lies outside the vocabulary of 199"),
         ({"architectures": []}, "architectures"),
         ({"architectures": {"a": 1}}, "architectures"),
