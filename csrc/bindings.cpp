@@ -221,16 +221,20 @@ void swap_blocks(py::handle source, py::handle destination, py::handle pairs, ui
   RESEARCH_ENGINE_DISPATCH(where, cpu::swap_blocks(from, to, p), cuda::swap_blocks(from, to, p, stream));
 }
 
-void rms_norm(py::handle x, py::handle weight, py::handle out, float eps, uintptr_t stream_address) {
+void rms_norm(py::handle x, py::handle weight, py::handle out, float eps, float weight_offset,
+              uintptr_t stream_address) {
   const TensorView in = view(x), w = view(weight), result = view(out);
   require_one_device({{"x", in}, {"weight", w}, {"out", result}});
-  RESEARCH_ENGINE_DISPATCH(in, cpu::rms_norm(in, w, result, eps), cuda::rms_norm(in, w, result, eps, stream));
+  RESEARCH_ENGINE_DISPATCH(in, cpu::rms_norm(in, w, result, eps, weight_offset),
+                           cuda::rms_norm(in, w, result, eps, weight_offset, stream));
 }
 
-void fused_add_rms_norm(py::handle x, py::handle residual, py::handle weight, float eps, uintptr_t stream_address) {
+void fused_add_rms_norm(py::handle x, py::handle residual, py::handle weight, float eps, float weight_offset,
+                        uintptr_t stream_address) {
   const TensorView in = view(x), r = view(residual), w = view(weight);
   require_one_device({{"x", in}, {"residual", r}, {"weight", w}});
-  RESEARCH_ENGINE_DISPATCH(in, cpu::fused_add_rms_norm(in, r, w, eps), cuda::fused_add_rms_norm(in, r, w, eps, stream));
+  RESEARCH_ENGINE_DISPATCH(in, cpu::fused_add_rms_norm(in, r, w, eps, weight_offset),
+                           cuda::fused_add_rms_norm(in, r, w, eps, weight_offset, stream));
 }
 
 void rotary_embedding(py::handle positions, py::handle query, py::handle key, py::handle cos_sin, bool interleaved,
@@ -269,6 +273,36 @@ void dequantize_weight(py::handle weight, py::handle scales, py::handle zeros, p
   RESEARCH_ENGINE_DISPATCH(result, cpu::dequantize_weight(w, result), cuda::dequantize_weight(w, result, stream));
 }
 
+void sample(py::handle logits, py::handle temperature, py::handle seeds, py::handle positions, py::handle top_k, py::handle top_p,
+            py::handle min_p, py::handle repetition_penalty, py::handle presence_penalty, py::handle frequency_penalty,
+            py::handle seen_tokens, py::handle seen_counts, py::handle seen_lengths, py::handle slots, bool count_drawn,
+            py::handle bias_tokens, py::handle bias_values, py::handle allowed_tokens, py::handle token_ids, py::handle logprobs,
+            py::handle ranks, py::handle top_ids, py::handle top_logprobs, py::handle workspace, uintptr_t stream_address) {
+  Sampling args;
+  args.count_drawn = count_drawn;
+  const struct {
+    const char* name;
+    py::handle tensor;
+    TensorView& target;
+  } tensors[] = {
+      {"logits", logits, args.logits}, {"temperature", temperature, args.temperature}, {"seeds", seeds, args.seeds},
+      {"positions", positions, args.positions}, {"top_k", top_k, args.top_k}, {"top_p", top_p, args.top_p},
+      {"min_p", min_p, args.min_p}, {"repetition_penalty", repetition_penalty, args.repetition_penalty},
+      {"presence_penalty", presence_penalty, args.presence_penalty},
+      {"frequency_penalty", frequency_penalty, args.frequency_penalty}, {"seen_tokens", seen_tokens, args.seen_tokens},
+      {"seen_counts", seen_counts, args.seen_counts}, {"seen_lengths", seen_lengths, args.seen_lengths},
+      {"slots", slots, args.slots}, {"bias_tokens", bias_tokens, args.bias_tokens},
+      {"bias_values", bias_values, args.bias_values}, {"allowed_tokens", allowed_tokens, args.allowed_tokens},
+      {"token_ids", token_ids, args.token_ids}, {"logprobs", logprobs, args.logprobs}, {"ranks", ranks, args.ranks},
+      {"top_ids", top_ids, args.top_ids}, {"top_logprobs", top_logprobs, args.top_logprobs},
+      {"workspace", workspace, args.workspace}};
+  for (const auto& [name, tensor, target] : tensors) {
+    target = view(tensor);
+    require_one_device({{"logits", args.logits}, {name, target}});
+  }
+  RESEARCH_ENGINE_DISPATCH(args.logits, check_sampling_values(args); cpu::sample(args), cuda::sample(args, stream));
+}
+
 #ifdef RESEARCH_ENGINE_WITH_CUDA
 constexpr bool kWithCuda = true;
 #else
@@ -302,8 +336,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("silu_and_mul", &silu_and_mul);
   m.def("quantized_matmul", &quantized_matmul);
   m.def("dequantize_weight", &dequantize_weight);
+  m.def("sample", &sample);
 #ifdef RESEARCH_ENGINE_WITH_CUDA
   m.def("paged_attention_workspace", &paged_attention_workspace);
+  m.def("sample_workspace", &cuda::sample_workspace);
   m.def("quantized_matmul_workspace", [](int kind, int64_t tokens, int64_t columns, int64_t depth, int device) {
     return cuda::quantized_matmul_workspace(static_cast<QuantizedKind>(kind), tokens, columns, depth, device);
   });

@@ -30,7 +30,7 @@ def make_group(
     client: str,
     deadline: float | None,
     predicted_tokens: int | None,
-    computed_tokens: int,
+    arriving: int,
     decode_stream: Callable[[SamplingParams], DecodeStream] | None,
     constrain: Callable[[SamplingParams], TokenConstraint | None] | None,
 ) -> list[Request]:
@@ -39,6 +39,7 @@ def make_group(
     Args:
         first_index: of the first one in the order of all requests ever added; continuation i has first_index + i and,
             unless the sampling brings a seed, one made of the engine's seed and first_index.
+        arriving: leading tokens whose KV comes with the request.
         others: as `Engine.add_request` takes them.
     """
     seed = sampling.seed if sampling.seed is not None else (config.seed << 32) + first_index
@@ -65,7 +66,7 @@ def make_group(
                 text=_text_of(own, decode_stream),
                 constraint=_constraint_of(own, constrain),
                 index=first_index + index,
-                arriving=computed_tokens,
+                arriving=arriving,
             )
         )
     return group

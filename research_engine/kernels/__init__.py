@@ -20,6 +20,7 @@ from research_engine.kernels.quantized import (
     quantized_matmul_workspace,
 )
 from research_engine.kernels.rotary import rotary_embedding
+from research_engine.kernels.sampling import Sampled, sample, sample_workspace
 
 __all__ = [
     "paged_attention",
@@ -36,6 +37,9 @@ __all__ = [
     "quantized_matmul",
     "quantized_matmul_workspace",
     "dequantize_weight",
+    "sample",
+    "sample_workspace",
+    "Sampled",
     "reference",
     "build_info",
 ]

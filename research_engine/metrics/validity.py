@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -69,6 +69,16 @@ def queue_grows(records: Records) -> bool:
     last one at least 1.5 times its mean over the three before.
     """
     arrivals = [record.arrival_time for record in records.requests]
+    return counts_grow(arrivals, ((step.started, step.num_running + step.num_waiting) for step in records.steps))
+
+
+def counts_grow(arrivals: Sequence[float], in_system: Iterable[tuple[float, int]]) -> bool:
+    """`queue_grows` for whoever has no steps to look at, such as a client.
+
+    Args:
+        arrivals: scheduled, in seconds.
+        in_system: (time, requests in the system), as often as one looked.
+    """
     if len(arrivals) < 2 * _PARTS:
         return False
     first, last = min(arrivals), max(arrivals)
@@ -76,12 +86,14 @@ def queue_grows(records: Records) -> bool:
     if width <= 0:
         return False
     counts: list[list[int]] = [[] for _ in range(_PARTS)]
-    for step in records.steps:
-        part = int((step.started - first) / width)
+    for time, count in in_system:
+        part = int((time - first) / width)
         if 0 <= part < _PARTS:
-            counts[part].append(step.num_running + step.num_waiting)
+            counts[part].append(count)
     means = [sum(part) / len(part) if part else 0.0 for part in counts]
-    return _rises(means)
+    before = sum(means[:-1]) / (_PARTS - 1)
+    rises = all(left < right for left, right in pairwise(means))
+    return rises and means[-1] >= GROWTH * before
 
 
 class QueueTrend(NamedTuple):
@@ -110,14 +122,12 @@ def queue_trend(requests: Sequence[RequestRecord]) -> QueueTrend:
     arrivals = np.sort([record.arrival_time for record in served])
     ends = np.sort([record.finish_time for record in served])
     inside = np.arange(1, len(served) + 1) - np.searchsorted(ends, arrivals, side="right")
-    first, span = arrivals[0], arrivals[-1] - arrivals[0]
-    if span < _PARTS * service_seconds(served):
+    span = arrivals[-1] - arrivals[0]
+    if span <= 0 or span < _PARTS * service_seconds(served):
         return QueueTrend(False, 0.0)
-    parts = np.minimum(((arrivals - first) / span * _PARTS).astype(int), _PARTS - 1)
-    means = [float(inside[parts == part].mean()) if (parts == part).any() else 0.0 for part in range(_PARTS)]
-    late = parts >= _PARTS // 2
-    slope = np.polyfit(arrivals[late] - first, inside[late], 1)[0] if late.sum() > 1 else 0.0
-    return QueueTrend(_rises(means), max(0.0, float(slope)))
+    late = arrivals - arrivals[0] >= span / 2
+    slope = np.polyfit(arrivals[late] - arrivals[0], inside[late], 1)[0] if late.sum() > 1 else 0.0
+    return QueueTrend(counts_grow(arrivals.tolist(), zip(arrivals, inside, strict=True)), max(0.0, float(slope)))
 
 
 def service_seconds(requests: Sequence[RequestRecord]) -> float:
@@ -128,8 +138,3 @@ def service_seconds(requests: Sequence[RequestRecord]) -> float:
         if record.last_token_time is not None and record.first_scheduled_time is not None
     ]
     return sum(times) / len(times) if times else 0.0
-
-
-def _rises(means: Sequence[float]) -> bool:
-    before = sum(means[:-1]) / (_PARTS - 1)
-    return all(left < right for left, right in pairwise(means)) and means[-1] >= GROWTH * before

@@ -122,6 +122,42 @@ def check_swap(device: str, dtype: torch.dtype, head_size: int) -> None:
     same(back[:, :, pairs[:, 0]], host[:, :, pairs[:, 0]], dtype)
 
 
+def check_sample(device: str, dtype: torch.dtype, vocab_size: int) -> None:
+    """Every kind of row at once, as the CPU draws them."""
+    rows, width = 9, 6
+    logits = torch.randn(rows, vocab_size).to(dtype if device != "cpu" or dtype in CPU_DTYPES else torch.float32)
+    logits[7], logits[8, 0] = 0, NAN
+    row = torch.arange(rows)
+    seen = torch.stack([torch.randperm(max(vocab_size, width))[:width] for _ in range(rows)]).int()
+    arguments = {
+        "temperature": torch.tensor([0.0, 1.0, 1.0, 1.0, 0.7, 2.0, 1.0, 1.0, 1.0]),
+        "seeds": row,
+        "positions": row * 3,
+        "top_k": torch.tensor([0, 0, 3, 0, 50, 0, 1500, 20, 0]).int(),
+        "top_p": torch.tensor([1.0, 1.0, 1.0, 0.9, 0.8, 1.0, 0.9, 0.5, 1.0]),
+        "min_p": torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0]),
+        "repetition_penalty": torch.full((rows,), 1.2),
+        "presence_penalty": torch.full((rows,), 0.1),
+        "frequency_penalty": torch.full((rows,), 0.1),
+        "seen_tokens": seen,
+        "seen_counts": torch.ones(rows, width, dtype=torch.int32),
+        "seen_lengths": (row % width).int(),
+        "slots": torch.tensor([0, 1, 2, 3, -1, -1, -1, 7, 8]).int(),
+        "bias_tokens": seen[:, :2].contiguous(),
+        "bias_values": torch.tensor([[1.5, -torch.inf]] * rows),
+        "allowed_tokens": torch.randint(-(2**31), 2**31, (rows, -(-vocab_size // 32))).int(),
+    }
+    on_host = {name: tensor.clone() for name, tensor in arguments.items()}
+    on_device = {name: tensor.to(device, copy=True) for name, tensor in arguments.items()}
+    wide = logits if dtype in CPU_DTYPES else logits.float()
+    expected = kernels.sample(wide, **on_host, count_drawn=True, num_logprobs=5)  # type: ignore[arg-type]
+    drawn = kernels.sample(logits.to(device), **on_device, count_drawn=True, num_logprobs=5)  # type: ignore[arg-type]
+    for actual, wanted in zip(drawn, expected, strict=True):
+        same(actual.cpu(), wanted, dtype)
+    for name in ("seen_tokens", "seen_counts", "seen_lengths"):
+        assert torch.equal(on_device[name].cpu(), on_host[name]), name
+
+
 def others(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
     """Every op but attention, with rows of whole 16-byte vectors and without."""
 
@@ -140,6 +176,8 @@ def others(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
     for interleaved in (False, True):
         tensors = [positions, random(5, 6, 80), random(5, 2, 80), torch.randn(10, 64)]
         yield f"rotary_embedding interleaved={interleaved}", case("rotary_embedding", tensors, interleaved=interleaved)
+    for vocab_size in (3, 1000, 131_072):
+        yield f"sample V={vocab_size}", partial(check_sample, device, dtype, vocab_size)
     for d in (64, 46):
         tensors = [random(5, 3, d), random(5, 3, d), random(4, 3, 7, d), random(4, 3, 7, d)]
         yield f"reshape_and_cache D={d}", case("reshape_and_cache", [*tensors, torch.tensor([-1, 27, 0, 13])])
