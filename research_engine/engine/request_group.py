@@ -39,6 +39,7 @@ def make_group(
     Args:
         first_index: of the first one in the order of all requests ever added; continuation i has first_index + i and,
             unless the sampling brings a seed, one made of the engine's seed and first_index.
+        arriving: leading tokens whose KV comes with the request.
         others: as `Engine.add_request` takes them.
     """
     seed = sampling.seed if sampling.seed is not None else (config.seed << 32) + first_index

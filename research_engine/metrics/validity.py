@@ -91,7 +91,9 @@ def counts_grow(arrivals: Sequence[float], in_system: Iterable[tuple[float, int]
         if 0 <= part < _PARTS:
             counts[part].append(count)
     means = [sum(part) / len(part) if part else 0.0 for part in counts]
-    return _rises(means)
+    before = sum(means[:-1]) / (_PARTS - 1)
+    rises = all(left < right for left, right in pairwise(means))
+    return rises and means[-1] >= GROWTH * before
 
 
 class QueueTrend(NamedTuple):
@@ -120,14 +122,12 @@ def queue_trend(requests: Sequence[RequestRecord]) -> QueueTrend:
     arrivals = np.sort([record.arrival_time for record in served])
     ends = np.sort([record.finish_time for record in served])
     inside = np.arange(1, len(served) + 1) - np.searchsorted(ends, arrivals, side="right")
-    first, span = arrivals[0], arrivals[-1] - arrivals[0]
-    if span < _PARTS * service_seconds(served):
+    span = arrivals[-1] - arrivals[0]
+    if span <= 0 or span < _PARTS * service_seconds(served):
         return QueueTrend(False, 0.0)
-    parts = np.minimum(((arrivals - first) / span * _PARTS).astype(int), _PARTS - 1)
-    means = [float(inside[parts == part].mean()) if (parts == part).any() else 0.0 for part in range(_PARTS)]
-    late = parts >= _PARTS // 2
-    slope = np.polyfit(arrivals[late] - first, inside[late], 1)[0] if late.sum() > 1 else 0.0
-    return QueueTrend(_rises(means), max(0.0, float(slope)))
+    late = arrivals - arrivals[0] >= span / 2
+    slope = np.polyfit(arrivals[late] - arrivals[0], inside[late], 1)[0] if late.sum() > 1 else 0.0
+    return QueueTrend(counts_grow(arrivals.tolist(), zip(arrivals, inside, strict=True)), max(0.0, float(slope)))
 
 
 def service_seconds(requests: Sequence[RequestRecord]) -> float:
@@ -138,8 +138,3 @@ def service_seconds(requests: Sequence[RequestRecord]) -> float:
         if record.last_token_time is not None and record.first_scheduled_time is not None
     ]
     return sum(times) / len(times) if times else 0.0
-
-
-def _rises(means: Sequence[float]) -> bool:
-    before = sum(means[:-1]) / (_PARTS - 1)
-    return all(left < right for left, right in pairwise(means)) and means[-1] >= GROWTH * before
