@@ -67,6 +67,7 @@ class PolicyScheduler(Scheduler):
     swap_seconds: float = 5e-4
     admission_closed: bool = field(default=False, init=False, repr=False)  # set for the step once one did not fit
     planned: Mapping[str, int] = field(default_factory=dict, init=False, repr=False)  # the step's plan so far
+    wake_at: float | None = field(default=None, init=False, repr=False)  # `order` may set it, to wait if nobody is served
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.watermark < 1.0:
@@ -146,7 +147,7 @@ class PolicyScheduler(Scheduler):
     def schedule(self, view: EngineView) -> SchedulePlan:
         plan = _Draft(self, view)
         tokens, gone, quota_of = plan.tokens, plan.gone, self.quota
-        self.admission_closed, self.planned = False, tokens
+        self.admission_closed, self.planned, self.wake_at = False, tokens, None
         for request in self.order(view):
             budget, name, running = plan.budget, request.id, request.is_running
             if budget <= 0:
@@ -164,7 +165,7 @@ class PolicyScheduler(Scheduler):
                     plan.serve(request, num_tokens)
             elif not (num_tokens > 0 and plan.admit(request, num_tokens)) and not self.overtaking:
                 self.admission_closed = True
-        return SchedulePlan(plan.tokens, plan.preempt, plan.reasons)
+        return SchedulePlan(plan.tokens, plan.preempt, plan.reasons, wake_at=self.wake_at)
 
 
 class _Draft:

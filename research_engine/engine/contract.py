@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Union, runtime_checkable
 
 from .block_ledger import BlockLedger
 from .config import EngineConfig
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from .records import StepRecord as StepRecord  # policies name it in annotations
 
 __all__ = [
-    "Batch", "BlockLedger", "Clock", "EngineConfig", "EngineView", "Executor", "Pending", "Preemption", "PreemptionMode",
-    "Request", "SchedulePlan", "ScheduledRequest", "Scheduler", "Status", "StepResult", "TokenLogprobs", "UNKNOWN_TOKEN",
+    "Batch", "BlockLedger", "Clock", "EngineConfig", "EngineView", "Executor", "Fact", "Pending", "Preemption",
+    "PreemptionMode", "Request", "SchedulePlan", "ScheduledRequest", "Scheduler", "Status", "StepResult",
+    "TokenLogprobs", "UNKNOWN_TOKEN",
 ]  # fmt: skip
 
 PreemptionMode = Literal["recompute", "swap"]
+Fact = Union[str, float]  # what a policy saw; an int is a float here
 
 
 class Preemption(NamedTuple):
@@ -41,21 +43,32 @@ class SchedulePlan:
         tokens: request id -> how many of its uncomputed tokens to compute now, at least 1; order is the batch's order.
             A waiting request named here is admitted (a swapped one is brought back).
         preempt: running requests that give way; carried out before anything is admitted.
-        reasons: request id -> why it was skipped or chosen, for the decision log only.
+        reasons: request id -> why it was chosen or passed over. This and the next two are for the decision log alone,
+            and wanted only where `view.explains`.
+        seen: request id -> name -> what the policy went by: a rank, a counter, blocks needed and free.
+        rest: why nobody else was looked at.
+        wake_at: for a plan that serves nobody: clock seconds until which the policy wants to wait. It is asked again
+            then, or before that when a request arrives or ends. Without it, it is asked again at once.
     """
 
     tokens: Mapping[str, int] = field(default_factory=dict)
     preempt: Sequence[Preemption] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
+    seen: Mapping[str, Mapping[str, Fact]] = field(default_factory=dict)
+    rest: str = ""
+    wake_at: float | None = None
 
 
 class EngineView:
     """All that a scheduler may know, read-only, at one moment.
 
+    `explains` says whether reasons are wanted: leave them out where they are not, they cost time.
     `running` is in order of admission. `waiting` has preempted requests first (by arrival), then new ones by arrival.
     """
 
-    __slots__ = ("_cache", "_new", "_preempted", "_running", "_running_now", "_waiting_now", "config", "now", "step")
+    __slots__ = (
+        "_cache", "_new", "_preempted", "_running", "_running_now", "_waiting_now", "config", "explains", "now", "step",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -67,8 +80,10 @@ class EngineView:
         running: Mapping[str, Request],
         preempted: Mapping[str, Request],
         new: Mapping[str, Request],
+        explains: bool = False,
     ) -> None:
         self.now = now
+        self.explains = explains
         self.step = step
         self.config = config
         self._cache = cache
@@ -193,6 +208,7 @@ class Batch:
         copies: (source, destination) device block pairs, for copy on write.
         admitted: requests that were waiting (or swapped) until this step.
         preempted: what each preemption cost.
+        wake_at: of an empty batch: clock seconds until which the policy wants to wait; None to be asked at once.
     """
 
     step: int
@@ -205,6 +221,7 @@ class Batch:
     copies: list[tuple[int, int]] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[PreemptionRecord] = field(default_factory=list)
+    wake_at: float | None = None
 
 
 class PreemptionRecord(NamedTuple):

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from research_engine.engine.config import OnFault
 from research_engine.engine.contract import Request, Scheduler
 from research_engine.engine.decision_log import DecisionLog
 from research_engine.engine.engine import Engine, TokenOutput
@@ -24,6 +25,7 @@ class RandomRun:
         aborts: probability of an abort per step.
         reservation: of the engine.
         decisions: where the scheduler's decisions are taken down.
+        on_fault: of the engine.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class RandomRun:
         aborts: float = 0.08,
         reservation: Reservation = "paged",
         decisions: DecisionLog | None = None,
+        on_fault: OnFault = "stop",
     ) -> None:
         self.rng = rng = random.Random(seed)
         self.aborts = aborts
@@ -57,6 +60,7 @@ class RandomRun:
             stall_limit=3000,
             reservation=reservation,
             decisions=decisions,
+            on_fault=on_fault,
         )
         self.slots = slots
         self.families = [[rng.randrange(VOCABULARY) for _ in range(slots)] for _ in range(2)]

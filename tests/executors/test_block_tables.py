@@ -16,7 +16,7 @@ def test_tables_equal_the_requests_own_through_growth_copies_and_returns():
         name = f"r{rng.randrange(40)}"
         if name not in live or rng.random() < 0.1:  # new, or another request of the same id
             live[name] = make_request()
-            live[name].id = name
+            live[name]._id = name
             seen[name] = 0
         rows = []
         for request in rng.sample(list(live.values()), k=min(len(live), rng.randrange(1, 12))):
@@ -48,7 +48,7 @@ def test_a_batch_larger_than_all_before_gets_a_row_for_each():
     rows = []
     for i in range(100):
         request = make_request()
-        request.id = str(i)
+        request._id = str(i)
         request._block_ids = [i]
         rows.append(ScheduledRequest(request, 0, 1, True, 0))
     assert tables.take(tables.update(rows), 1).ravel().tolist() == list(range(100))
