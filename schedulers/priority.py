@@ -8,10 +8,10 @@ ageing x (p - p') seconds after a request can overtake it, p' being the most urg
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from research_engine.engine.contract import EngineView, Request
+from research_engine.engine.contract import EngineView, Fact, Request
 
 from .ranked import RankedScheduler
 
@@ -35,6 +35,9 @@ class Priority(RankedScheduler):
         """Smaller is more urgent."""
         aged = 0.0 if math.isinf(self.ageing) else request.arrival_time / self.ageing
         return (request.priority + aged, request.arrival_time, request.index)
+
+    def explain(self, request: Request, view: EngineView) -> Mapping[str, Fact]:
+        return {"priority": request.priority, "aged rank": self.rank(request)[0]}
 
     def yielding(self, candidates: Sequence[Request], needy: Request, view: EngineView) -> Sequence[Request]:
         after = super().yielding(candidates, needy, view)

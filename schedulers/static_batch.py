@@ -33,9 +33,11 @@ class StaticBatch(PolicyScheduler):
 
     def order(self, view: EngineView) -> Iterable[Request]:
         yield from view.running
+        self.rest = "waits: the batch before has not ended" if view.running else ""
         if not view.running:
             for request in self.newcomers(view):
                 if len(self.planned) == self.batch_size > 0:
+                    self.rest = "waits: the batch is full"
                     break
                 yield request
 

@@ -40,6 +40,8 @@ class VLLMV0(PolicyScheduler):
         if not self.planned:
             yield from decodes
             yield from swapped
+        else:
+            self.rest = "waits: a step with prompts holds nothing else"
 
     def quota(self, request: Request, view: EngineView, budget: int) -> int:
         whole = view.uncomputed_tokens(request)

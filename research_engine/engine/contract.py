@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Union, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 from .block_ledger import BlockLedger
 from .config import EngineConfig
@@ -24,7 +24,7 @@ __all__ = [
 ]  # fmt: skip
 
 PreemptionMode = Literal["recompute", "swap"]
-Fact = Union[str, float]  # what a policy saw; an int is a float here
+Fact = str | float  # what a policy saw; an int is a float here
 
 
 class Preemption(NamedTuple):

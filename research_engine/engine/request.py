@@ -51,8 +51,8 @@ class Request:
     """
 
     __slots__ = (
-        "_admitted_time", "_arrival_time", "_block_ids", "_cached_tokens", "_client", "_computed", "_deadline", "_digests",
-        "_finish_reason", "_finish_time", "_first_scheduled_time", "_first_token_time", "_group_id", "_host_block_ids",
+        "_admitted_time", "_arrival_time", "_block_ids", "_cached_tokens", "_client", "_computed", "_deadline",
+        "_digests", "_finish_reason", "_finish_time", "_first_scheduled_time", "_first_token_time", "_group_id", "_host_block_ids",
         "_id", "_index", "_last_token_time", "_length_limit", "_num_prompt", "_peak_computed", "_predicted_tokens",
         "_preemptions", "_priority", "_prompt_logprobs", "_published", "_recomputed", "_sampling", "_seed", "_sibling",
         "_status", "_stop_ids", "_text", "_token_ids", "_tokens",

@@ -27,7 +27,14 @@ def snapshot(engine: Engine) -> dict[str, Any]:
     """Everything that a plan could change, copied deep."""
     books = {name: value for name, value in vars(engine.kv_cache).items() if name != "_config"}
     cache = {name: list(value.items()) if isinstance(value, dict) else value for name, value in books.items()}
-    places = (engine.queues.live, engine.queues.running, engine.queues.returning, engine.queues.new, engine.queues._groups, engine.queues._held_back)
+    places = (
+        engine.queues.live,
+        engine.queues.running,
+        engine.queues.returning,
+        engine.queues.new,
+        engine.queues._groups,
+        engine.queues._held_back,
+    )
     requests = [r for group in engine.queues._groups.values() for r in group]
     return copy.deepcopy({
         "cache": cache,

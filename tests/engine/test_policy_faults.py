@@ -127,13 +127,15 @@ def first(plan: SchedulePlan) -> str:
 
 FAULTS = {
     "unknown": (lambda plan, view: SchedulePlan({"z": 1}), PlanError, "Faulty: request 'z': is scheduled, but no such"),
-    "finished": (lambda plan, view: SchedulePlan({"short": 1}), PlanError, "Faulty: request 'short': is scheduled, but no"),
+    "finished": (lambda plan, view: SchedulePlan({"short": 1}), PlanError, "Faulty: request 'short': is scheduled, but"),
     "over the budget": (
         lambda plan, view: SchedulePlan({**plan.tokens, "late": 40}),
         PlanError, "Faulty: it holds 42 tokens, max_num_batched_tokens is 40",
     ),
     "more blocks than there are": (
-        lambda plan, view: SchedulePlan({"late": 30, "huge": 30}), PlanError, "Faulty: request 'huge': needs 8 more blocks"),
+        lambda plan, view: SchedulePlan({"late": 30, "huge": 30}),
+        PlanError, "Faulty: request 'huge': needs 8 more blocks",
+    ),
     "victim scheduled": (
         lambda plan, view: SchedulePlan(plan.tokens, [Preemption(first(plan))]),
         PlanError, "Faulty: request 'a': is preempted and scheduled in one plan",
@@ -143,7 +145,9 @@ FAULTS = {
         PlanError, "Faulty: request 'a': is preempted twice in one plan",
     ),
     "no time": (
-        lambda plan, view: SchedulePlan({}, wake_at=float("inf")), PlanError, "wake_at is inf; it must be a finite number"),
+        lambda plan, view: SchedulePlan({}, wake_at=float("inf")),
+        PlanError, "wake_at is inf; it must be a finite number",
+    ),
     "sleeps": (dozes, PolicyError, "Faulty.schedule took 2.000 s, schedule_limit is 1 s; .* wake_at"),
     "raises": (raises, PolicyError, "Faulty.schedule raised KeyError: 'x'"),
     "no plan": (lambda plan, view: [first(plan)], PolicyError, "Faulty.schedule returned .*must return a SchedulePlan"),
@@ -190,7 +194,7 @@ def test_the_engine_stops_clean_at_a_fault(kind):
 @pytest.mark.parametrize("kind", FAULTS)
 def test_the_engine_goes_on_past_a_fault_where_it_is_told_to(kind):
     """The step is planned by arrival, the fault kept and written down, and all outputs are right."""
-    what, error, message = FAULTS[kind]
+    what, error, _ = FAULTS[kind]
     log = DecisionLog()
     engine, requests = faulty_engine(what, "go_on", log)
     drain(engine)
@@ -223,6 +227,7 @@ def test_a_sleep_is_counted_and_a_core_that_was_not_given_is_not():
 
 def test_random_faults_change_no_output():
     """Random plans, each broken in a random way with probability 1/2, in runs that go on."""
+
     class Broken(RandomPolicy):
         def schedule(self, view: EngineView) -> SchedulePlan:
             plan = super().schedule(view)
@@ -262,7 +267,9 @@ def test_without_its_policy_an_engine_serves_everybody_in_a_cache_that_holds_one
 
 def test_an_error_of_an_event_names_the_request_it_was_about():
     engine = make_engine(AlwaysRaises())
-    with pytest.raises(PolicyError, match="step 0: request 'r': AlwaysRaises.on_arrival raised ZeroDivisionError") as caught:
+    with pytest.raises(
+        PolicyError, match="step 0: request 'r': AlwaysRaises.on_arrival raised ZeroDivisionError"
+    ) as caught:
         engine.add_request("r", [1], greedy())
     assert (caught.value.policy, caught.value.request_id) == ("AlwaysRaises", "r")
 
