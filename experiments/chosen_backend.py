@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from experiments.backend import Backend, RealBackend
 from experiments.config import TrialSettings
 from experiments.simulated_backend import SimulatedBackend
-from experiments.workloads.lengths import Encoder
+from experiments.workloads.samples import Encoder
 
 if TYPE_CHECKING:
     from research_engine.engine.engine import Engine

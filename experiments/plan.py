@@ -20,7 +20,7 @@ _CODE = (
     "csrc/**/*.*",
     "schedulers/**/*.py",
     "experiments/*.py",
-    "experiments/workloads/*.py",
+    "experiments/workloads/*.*",
 )
 
 
@@ -55,15 +55,31 @@ def trials_of(experiment: Experiment, cells: Sequence[Cell]) -> list[Trial]:
 
 
 def trial_key(settings: TrialSettings, seed: int) -> str:
-    """SHA-256 over the settings, the seed, the code, and the files that settings name (policy, GPU sheet, profile)."""
-    content = {"settings": settings.model_dump(mode="json"), "seed": seed, "code": code_version()}
+    """SHA-256 over the settings, the seed, the code, and the files that settings name (policy, GPU sheet, profile,
+    traces).
+
+    Raises:
+        WorkloadError: a file of the workload is missing.
+    """
+    content: dict[str, object] = {"settings": settings.model_dump(mode="json"), "seed": seed, "code": code_version()}
     path, colon, _ = settings.scheduler.rpartition(":")
     if colon and path.endswith(".py"):
         content["policy"] = hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()
     for name, file in (("gpu", settings.gpu), ("profile", settings.profile)):
         if file and file.endswith(".json") and Path(file).is_file():
             content[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    content["workload"] = [_file_digest(file, file.stat().st_mtime_ns) for file in settings.workload.files()]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@lru_cache(maxsize=64)
+def _file_digest(path: Path, modified: int) -> str:
+    """SHA-256 of a file, read once while it is not changed."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 @lru_cache(maxsize=1)

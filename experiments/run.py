@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _refuse(error)
     except ValueError as error:  # LoadError, OptionError, WorkloadError; anything else is a fault of ours
-        from experiments.workloads.lengths import WorkloadError
+        from experiments.workloads.samples import WorkloadError
         from research_engine.loading.errors import LoadError
         from research_engine.options import OptionError
 

@@ -50,6 +50,7 @@ def run_trial(
             engine,
             workload.arrivals,
             on_outputs=lambda outputs: on_finished(sum(output.finish_reason is not None for output in outputs)),
+            follow_up=None if workload.follow_ups is None else workload.follow_ups.begin(),
         )
         others = watch.others() if watch is not None else None
         summary = _summary(trial, workload, backend, engine.config, engine.records, report)
@@ -110,10 +111,10 @@ def _summary(
         slo=None if slo is None else metrics.SLO(**slo.model_dump()),
         bytes_per_block=backend.bytes_per_block(trial.settings),
     )
-    arrivals = sorted(workload.arrivals, key=lambda arrival: arrival.time)
+    arrived = sorted((record.arrival_time, record.request_id) for record in records.requests)
     rates = metrics.arrival_rates(
-        [report.start + arrival.time for arrival in arrivals],
-        [report.entered.get(arrival.request_id) for arrival in arrivals],
+        [time for time, _ in arrived],
+        [report.entered.get(request_id) for _, request_id in arrived],
         [(step.started, step.finished) for step in records.steps],
     )
     return {
@@ -127,7 +128,7 @@ def _summary(
         "offered_rate": rates.offered,
         "achieved_rate": rates.achieved,
         "void": rates.is_void,
-        "unstable": metrics.queue_grows(records),
+        "unstable": not trial.settings.workload.arrivals.is_closed and metrics.queue_grows(records),
         "worst_lag": report.worst_lag,
         "refused": report.refused,
         "num_blocks": config.num_blocks,

@@ -26,6 +26,7 @@ from research_engine.engine.request import Request
 from research_engine.engine.sampling_params import SamplingParams
 from research_engine.options import EngineOptions, OptionError, choose_device, choose_dtype
 from research_engine.outputs import CompletionOutput, Logprob, RequestOutput, merged_record
+from research_engine.structured_outputs import GrammarCompiler
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +113,8 @@ def build_engine(
         sizes = f"num_blocks = {config.num_blocks}, num_host_blocks = {config.num_host_blocks}"
         raise OptionError(f"no memory for the KV cache of {sizes} of {config.block_size} tokens: {error}") from error
     stream = None if tokenizer is None else lambda sampling: tokenizer.decode_stream(sampling.skip_special_tokens)
-    return Engine(config, scheduler, executor, clock=clock, records=records, decode_stream=stream)
+    constrain = None if tokenizer is None else GrammarCompiler(tokenizer, config.vocab_size)
+    return Engine(config, scheduler, executor, clock=clock, records=records, decode_stream=stream, constrain=constrain)
 
 
 def engine_config(

@@ -2,6 +2,7 @@
 #include "common/value_checks.h"
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 #include <unordered_set>
 
@@ -10,6 +11,7 @@ namespace {
 
 std::string text(const char* part) { return part; }
 std::string text(int64_t part) { return std::to_string(part); }
+std::string text(const std::string& part) { return part; }
 
 // No string streams: those of another C++ runtime in the process may take their place, and crash.
 template <typename... Parts>
@@ -56,6 +58,14 @@ void check_slots(const TensorView& slot_mapping, int64_t capacity) {
     const int64_t slot = slot_mapping.ptr<int64_t>()[t * slot_mapping.strides[0]];
     if (slot < -1 || slot >= capacity)
       refuse("slot_mapping[", t, "] is ", slot, ", expected -1 (skip) or 0 to ", capacity - 1, " (num_blocks * block_size - 1)");
+  }
+}
+
+void check_scales(const char* name, const TensorView& scales) {
+  if (!scales) return;
+  for (int64_t h = 0; h < scales.shape[0]; ++h) {
+    const float scale = scales.ptr<float>()[h * scales.strides[0]];
+    if (!(scale > 0) || std::isinf(scale)) refuse(name, "[", h, "] is ", std::to_string(scale), ", expected a positive, finite number");
   }
 }
 

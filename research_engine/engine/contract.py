@@ -5,6 +5,7 @@ EngineView -> Scheduler -> SchedulePlan -> (engine commits) -> Batch -> Executor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
@@ -170,7 +171,7 @@ class Scheduler(Protocol):
         """A request joined the queue."""
 
     def on_step(self, record: StepRecord) -> None:
-        """A step's tokens are out (with overlap: while the next one runs); `record` says who computed how many."""
+        """A step was made; `record` says who computed how many tokens. With overlap its last two times are unknown."""
 
     def on_finish(self, request: Request) -> None:
         """A request ended, by stop, length or abort; with overlap, its last token may still be under way."""
@@ -200,13 +201,16 @@ class Batch:
 
     Attributes:
         step: number of the step.
-        started, committed: clock seconds when scheduling began and when the plan was committed.
+        started, committed, executed: clock seconds when scheduling began, when the plan was committed and when the
+            result was there.
         rows: in the plan's order.
         num_tokens: tokens of all rows.
         swap_out: (device block, host block) pairs.
         swap_in: (host block, device block) pairs.
         copies: (source, destination) device block pairs, for copy on write.
         admitted: requests that were waiting (or swapped) until this step.
+        received: (request, n): the KV of its first n tokens was computed elsewhere, and the executor has to bring it
+            into the request's blocks before it computes the rows.
         preempted: what each preemption cost.
         wake_at: of an empty batch: clock seconds until which the policy wants to wait; None to be asked at once.
     """
@@ -216,10 +220,12 @@ class Batch:
     num_tokens: int
     started: float = 0.0
     committed: float = 0.0
+    executed: float = math.nan
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
+    received: list[tuple[Request, int]] = field(default_factory=list)
     preempted: list[PreemptionRecord] = field(default_factory=list)
     wake_at: float | None = None
 

@@ -28,10 +28,10 @@ from .request import RUNNING, UNKNOWN_TOKEN, Request, Status
 from .request_group import continuation_ids, make_group
 from .request_rules import check_request
 from .sampling_params import SamplingParams
+from .structured import TokenConstraint
 from .text import DecodeStream
-from .token_output import TokenOutput, take_token
-
-__all__ = ["Engine", "TokenOutput"]
+from .token_output import TokenOutput as TokenOutput
+from .token_output import take_token
 
 Answer = TypeVar("Answer")
 
@@ -46,6 +46,7 @@ class Engine:
         clock: real or virtual time; a MonotonicClock when None.
         records: where the records of steps and requests go; in memory when None.
         decode_stream: makes a text decoder for a request; None serves token ids alone.
+        constrain: makes the constraint of a request with structured_outputs; None refuses those.
         decisions: takes down every decision of the scheduler, for explanations and replay.
 
     Attributes:
@@ -63,6 +64,7 @@ class Engine:
         clock: Clock | None = None,
         records: Records | None = None,
         decode_stream: Callable[[SamplingParams], DecodeStream] | None = None,
+        constrain: Callable[[SamplingParams], TokenConstraint | None] | None = None,
         decisions: DecisionLog | None = None,
     ) -> None:
         self.config = config
@@ -79,9 +81,9 @@ class Engine:
         if decisions is not None:
             decisions.policy = self._policy.name
         self._progress = ProgressGuard(config.stall_limit)
-        self._decode_stream = decode_stream
+        self._decode_stream, self._constrain = decode_stream, constrain
         self._num_added = 0
-        self._in_flight: tuple[Batch, Pending] | None = None  # handed to the executor, its tokens not yet emitted
+        self._in_flight: tuple[Batch, Pending, StepRecord] | None = None  # handed over, its tokens not yet emitted
         self._early: list[TokenOutput] = []  # emitted between two steps
 
     @property
@@ -106,11 +108,13 @@ class Engine:
         client: str = "",
         deadline: float | None = None,
         predicted_tokens: int | None = None,
+        computed_tokens: int = 0,
     ) -> list[Request]:
         """Queue a prompt; with n > 1 it becomes n requests `id/0`, `id/1` ... that share the prompt's blocks.
 
         Args:
             arrival_time: scheduled arrival in clock seconds; now when None.
+            computed_tokens: leading tokens of the prompt whose KV was computed elsewhere and comes with the request.
 
         Returns:
             The continuations, n of them.
@@ -119,22 +123,14 @@ class Engine:
             RequestError: it could never be served; says which value breaks which limit. Nothing was queued.
             QueueFullError: max_num_queued requests wait already. Nothing was queued.
         """
-        max_tokens = check_request(request_id, prompt_token_ids, sampling, self.config)
+        max_tokens = check_request(request_id, prompt_token_ids, sampling, self.config, computed_tokens)
         self.queues.check(request_id, continuation_ids(request_id, sampling.n), self.config)
         group = make_group(
-            request_id,
-            prompt_token_ids,
-            sampling,
-            self.config,
-            first_index=self._num_added,
-            arrival_time=self.clock.now() if arrival_time is None else arrival_time,
-            max_tokens=max_tokens,
-            priority=priority,
-            client=client,
-            deadline=deadline,
-            predicted_tokens=predicted_tokens,
-            decode_stream=self._decode_stream,
-        )
+            request_id, prompt_token_ids, sampling, self.config, first_index=self._num_added, max_tokens=max_tokens,
+            arrival_time=self.clock.now() if arrival_time is None else arrival_time, priority=priority, client=client,
+            deadline=deadline, predicted_tokens=predicted_tokens, decode_stream=self._decode_stream,
+            constrain=self._constrain, computed_tokens=computed_tokens,
+        )  # fmt: skip
         self._num_added += len(group)
         self.queues.add(group)
         self._progress.interrupt()
@@ -178,15 +174,10 @@ class Engine:
         if self._in_flight is not None and any(r.sampling.needs_history for r in queues.running.values()):
             self._early += self._emit_in_flight()  # the next draw depends on the tokens under way
         return EngineView(
-            now=self.clock.now(),
-            step=self.num_steps,
-            config=self.config,
-            cache=self.kv_cache,
-            running=queues.running,
-            preempted=queues.returning,
-            new=queues.new,
+            now=self.clock.now(), step=self.num_steps, config=self.config, cache=self.kv_cache,
+            running=queues.running, preempted=queues.returning, new=queues.new,
             explains=self.decisions is not None,
-        )
+        )  # fmt: skip
 
     def plan(self, view: EngineView) -> SchedulePlan:
         """Ask the policy; raises PolicyError when it raises, takes too long, or returns no SchedulePlan."""
@@ -222,13 +213,19 @@ class Engine:
     def update(self, batch: Batch, result: Pending) -> list[TokenOutput]:
         """Count the batch as computed, emit the tokens that are due, end what is done, leave a record."""
         outputs, self._early = self._early, []
-        if self._in_flight is not None:
-            outputs += self._emit_in_flight()
+        outputs += self._emit_in_flight()
         self.idle = not batch.rows and not batch.preempted
         progress = self._advance(batch)
-        self._in_flight = (batch, result)
-        if not self.config.overlap or not batch.rows:
-            outputs += self._emit_in_flight()
+        ahead = self.config.overlap and bool(batch.rows)
+        if not ahead:
+            outputs += self._emit(batch, result)
+        if not self.idle:
+            record = StepRecord.of(batch, self.kv_cache, self.clock.now(), self.queues)
+            if ahead:
+                self._in_flight = (batch, result, record)
+            else:
+                self.records.add_step(record)
+            self._policy.tell("on_step", record.copy(), batch.step)
         self.num_steps += 1
         if self.config.check_integrity or not self.queues.live:
             self.kv_cache.check_integrity(self.queues.live.values())
@@ -245,18 +242,11 @@ class Engine:
             Whether any request got further than it ever was.
         """
         advance, overlap, progress = self.kv_cache.advance, self.config.overlap, False
-        for request, start, num_tokens, draws, _ in batch.rows:
+        for request, _, num_tokens, draws, _ in batch.rows:
             if request._status is not RUNNING:  # ended since the commit
                 continue
-            advance(request, num_tokens)
-            end, peak = start + num_tokens, request._peak_computed
-            if end > peak:
-                if peak > start:
-                    request._recomputed += peak - start
-                request._peak_computed = end
+            if advance(request, num_tokens):
                 progress = True
-            else:
-                request._recomputed += num_tokens
             if draws:
                 request._tokens.append(UNKNOWN_TOKEN)
                 if overlap and len(request._tokens) >= request._length_limit:
@@ -265,33 +255,38 @@ class Engine:
             self._policy.tell("on_arrival", request, self.num_steps)
         return progress
 
-    def _emit_in_flight(self) -> list[TokenOutput]:
-        """Wait for the step in flight and let its tokens out."""
-        assert self._in_flight is not None
-        (batch, pending), self._in_flight = self._in_flight, None
+    def _emit(self, batch: Batch, pending: Pending) -> list[TokenOutput]:
+        """Wait for a batch and let its tokens out."""
         result = self._or_fail(pending.wait)
-        executed, outputs, logprobs = self.clock.now(), [], result.logprobs
+        batch.executed = now = self.clock.now()
+        outputs, logprobs = [], result.logprobs
         for index, (row, token_id) in enumerate(zip(batch.rows, result.token_ids, strict=True)):
-            request = row[0]
+            request, start, _, draws, _ = row
             if request._finish_time is not None:  # ended since it was handed over
                 continue
             if result.prompt_logprobs and index in result.prompt_logprobs:
-                known = max(0, len(request._prompt_logprobs) - row[1])  # from before a preemption
+                known = max(0, len(request._prompt_logprobs) - start)  # from before a preemption
                 request._prompt_logprobs.extend(result.prompt_logprobs[index][known:])
-            if row[3]:
-                text, reason = take_token(request, token_id, executed)
+            if draws:
+                text, reason = take_token(request, token_id, now)
                 if reason is not None:
-                    self._finish(request, reason, executed)
+                    self._finish(request, reason, now)
                 entry = logprobs.get(index) if logprobs else None
                 # half the cost of calling it
                 outputs.append(tuple.__new__(TokenOutput, (request, token_id, text, reason, entry)))
-        if batch.rows or batch.preempted:
-            queues = self.queues
-            record = StepRecord.of(
-                batch, self.kv_cache, executed, self.clock.now(), len(queues.running), queues.num_waiting
-            )
-            self.records.add_step(record)
-            self._policy.tell("on_step", record.copy(), batch.step)
+        return outputs
+
+    def _emit_in_flight(self) -> list[TokenOutput]:
+        """Let the tokens of the step in flight out, if there is one, and complete its record."""
+        if self._in_flight is None:
+            return []
+        (batch, pending, record), self._in_flight = self._in_flight, None
+        outputs = self._emit(batch, pending)
+        if len(outputs) < sum(record.drew):  # some had ended before, which was not known when it was handed over
+            out = {output.request.id for output in outputs}
+            record.drew = [name in out for name in record.request_ids]
+        record.executed, record.finished = batch.executed, self.clock.now()
+        self.records.add_step(record)
         return outputs
 
     def _retire(self, request: Request, reason: str) -> None:

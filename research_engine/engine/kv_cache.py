@@ -101,6 +101,8 @@ class KVCache:
 
         Looked up anew at every call. At least one token is left to compute, for its logits. Does not change the cache.
         """
+        if request._arriving:
+            return (), request._arriving  # takes blocks of its own, which its KV is brought into
         sibling = request.sibling
         shared = request._num_prompt - 1
         drew_none = request._computed == 0 and len(request._tokens) == request._num_prompt
@@ -136,13 +138,26 @@ class KVCache:
             digests.append(hashlib.blake2b(parent + block, digest_size=16).digest())
         return digests if len(digests) == num_blocks else digests[:num_blocks]
 
-    def advance(self, request: Request, num_tokens: int) -> None:
-        """Count tokens of a running request as computed, after the step that did it; publishes blocks that got full."""
-        computed = request._computed = request._computed + num_tokens
+    def advance(self, request: Request, num_tokens: int) -> bool:
+        """Count tokens of a running request as computed, once their step is handed over; publishes full blocks.
+
+        Returns:
+            Whether it is further than it ever was; what lies below that was computed again.
+        """
+        before = request._computed
+        computed = request._computed = before + num_tokens
         self._tokens_held += num_tokens
         full = computed // self.block_size
         if full > request._published and self._prefix_caching:
             self._publish(request, full)
+        peak = request._peak_computed
+        if computed <= peak:
+            request._recomputed += num_tokens
+            return False
+        if peak > before:
+            request._recomputed += peak - before
+        request._peak_computed = computed
+        return True
 
     def _publish(self, request: Request, full: int) -> None:
         digests = self._digests(request, full)
@@ -235,8 +250,11 @@ class KVCache:
             blocks, num_tokens = hits[request.id]
             request._block_ids = list(blocks)
             request._computed = num_tokens
-            request._published = num_tokens // self.block_size
-            if request._first_scheduled_time is None:
+            request._published = min(len(blocks), num_tokens // self.block_size)
+            if request._arriving:
+                batch.received.append((request, num_tokens))
+                request._arriving = 0
+            elif request._first_scheduled_time is None:
                 request._cached_tokens = num_tokens
         request._status = Status.RUNNING
         self.num_running += 1

@@ -1,4 +1,4 @@
-"""Who is where: every request that has not ended, by id, in the places that a scheduler may see and the one it may not."""
+"""Who is where: every request that has not ended, in the queues that a scheduler sees and the one that it does not."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RequestQueues:
             raise QueueFullError(f"request {request_id!r}: {rule}; add it again once some of them run")
 
     def add(self, group: list[Request]) -> None:
-        """The first continuation joins the new ones by arrival; the others are held back until its prompt is computed."""
+        """The first continuation joins the new ones by arrival; the others wait until its prompt is computed."""
         first, new = group[0], self.new
         self._groups[first.group_id] = list(group)
         self._names.update(request.id for request in group)

@@ -12,7 +12,7 @@ Key = TypeVar("Key")
 
 class ReadOnlyList(Sequence[Item]):
     """A list that somebody else goes on writing, for reading: it shows what the list holds now, and has no way to
-    change it. Slices are lists of the caller's own.
+    change it. Slices and sums are lists of the caller's own.
     """
 
     __slots__ = ("_items",)
@@ -41,6 +41,9 @@ class ReadOnlyList(Sequence[Item]):
         if isinstance(other, ReadOnlyList):
             return self._items == other._items
         return self._items == other if isinstance(other, list) else NotImplemented
+
+    def __add__(self, other: Sequence[Item]) -> list[Item]:
+        return [*self._items, *other]
 
     def __repr__(self) -> str:
         return repr(self._items)

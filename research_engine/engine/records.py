@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from .contract import Batch, PreemptionRecord
 from .kv_cache import KVCache
+from .queues import RequestQueues
 from .request import Request
 
 
@@ -19,7 +20,8 @@ class StepRecord:
     Attributes:
         step: number of the step.
         started, committed, executed, finished: clock seconds when scheduling began, the plan was committed, the
-            executor returned, and the step's update ended. Tokens of a step come out at `executed`.
+            executor's result was there, and the step's update ended. Tokens of a step come out at `executed`. With
+            overlap a step begins before the one before it has executed, and `executed` is NaN until it has.
         request_ids: whose row.
         starts: tokens already computed before the step.
         num_tokens: tokens computed in it.
@@ -55,22 +57,20 @@ class StepRecord:
     blocks_held: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(
-        cls, batch: Batch, cache: KVCache, executed: float, finished: float, num_running: int, num_waiting: int
-    ) -> StepRecord:
+    def of(cls, batch: Batch, cache: KVCache, finished: float, queues: RequestQueues) -> StepRecord:
         requests, starts, num_tokens, drew, _ = zip(*batch.rows, strict=True) if batch.rows else ((),) * 5
         return cls(
             step=batch.step,
             started=batch.started,
             committed=batch.committed,
-            executed=executed,
+            executed=batch.executed,
             finished=finished,
             request_ids=[request._id for request in requests],
             starts=list(starts),
             num_tokens=list(num_tokens),
             drew=list(drew),
-            num_running=num_running,
-            num_waiting=num_waiting,
+            num_running=len(queues.running),
+            num_waiting=queues.num_waiting,
             blocks_used=cache.num_used_blocks,
             blocks_cached=cache.num_cached_blocks,
             blocks_free=cache.num_blocks - cache.num_used_blocks - cache.num_cached_blocks,

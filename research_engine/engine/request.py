@@ -16,6 +16,7 @@ from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from .contract import TokenLogprobs
+    from .structured import TokenConstraint
     from .text import TextAssembler
 
 
@@ -47,15 +48,18 @@ class Request:
         group_id: the id as the user gave it, which all n continuations share; request_id when None.
         sibling: the request with the same prompt whose blocks this one may share (n > 1), or None.
         text: turns its tokens into text, or None.
+        constraint: what its output must look like, or None.
         index: position in the order of all requests ever added; breaks ties of arrival time.
+        arriving: leading tokens whose KV was computed elsewhere and comes with the request.
     """
 
     __slots__ = (
-        "_admitted_time", "_arrival_time", "_block_ids", "_cached_tokens", "_client", "_computed", "_deadline",
-        "_digests", "_finish_reason", "_finish_time", "_first_scheduled_time", "_first_token_time", "_group_id", "_host_block_ids",
-        "_id", "_index", "_last_token_time", "_length_limit", "_num_prompt", "_peak_computed", "_predicted_tokens",
-        "_preemptions", "_priority", "_prompt_logprobs", "_published", "_recomputed", "_sampling", "_seed", "_sibling",
-        "_status", "_stop_ids", "_text", "_token_ids", "_tokens",
+        "_admitted_time", "_arrival_time", "_arriving", "_block_ids", "_cached_tokens", "_client", "_computed",
+        "_constraint", "_deadline", "_digests", "_finish_reason", "_finish_time", "_first_scheduled_time",
+        "_first_token_time", "_group_id", "_host_block_ids", "_id", "_index", "_last_token_time", "_length_limit",
+        "_num_prompt", "_peak_computed", "_predicted_tokens", "_preemptions", "_priority", "_prompt_logprobs",
+        "_published", "_recomputed", "_sampling", "_seed", "_sibling", "_status", "_stop_ids", "_text", "_token_ids",
+        "_tokens",
     )  # fmt: skip
 
     id: str = read_only("_id")
@@ -69,6 +73,7 @@ class Request:
     deadline: float | None = read_only("_deadline")
     predicted_tokens: int | None = read_only("_predicted_tokens")
     sibling: Request | None = read_only("_sibling")
+    constraint: TokenConstraint | None = read_only("_constraint")
 
     def __init__(
         self,
@@ -87,7 +92,9 @@ class Request:
         group_id: str | None = None,
         sibling: Request | None = None,
         text: TextAssembler | None = None,
+        constraint: TokenConstraint | None = None,
         index: int = 0,
+        arriving: int = 0,
     ) -> None:
         self._id = request_id
         self._index = index
@@ -106,8 +113,10 @@ class Request:
         self._length_limit = self._num_prompt + max_tokens
         self._stop_ids = stop_token_ids
         self._text = text
+        self._constraint = constraint
         self._status = Status.WAITING
         self._computed = 0
+        self._arriving = arriving  # until it is admitted
         self._peak_computed = 0  # most tokens ever computed: what lies below it is recompute
         self._recomputed = 0
         self._cached_tokens = 0
@@ -254,7 +263,7 @@ class Request:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended, once it has: "stop", "length", "abort" or "error"."""
+        """Why it ended: "stop", "length", "abort" or "error"; final once finish_time is set."""
         return self._finish_reason
 
     def __repr__(self) -> str:

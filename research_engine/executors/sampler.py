@@ -2,7 +2,8 @@
 
 Order of the steps:
   1. logit_bias added; repetition penalty (prompt and output), then presence and frequency penalties (output alone);
-     stop tokens masked while the output is shorter than min_tokens;
+     tokens that the request's constraint does not allow masked; stop tokens masked while the output is shorter than
+     min_tokens, unless the constraint allows nothing else;
   2. temperature 0: the largest logit, the smallest id on ties;
   3. otherwise weights w = exp((x - max x) / temperature) in float64; kept are the first m tokens by (weight, smaller id
      first), m the least that min_p, then top_k, then top_p of the mass that is left allow, never less than 1;
@@ -95,11 +96,13 @@ def _check(logits: torch.Tensor, requests: Sequence[Request], largest: torch.Ten
 
 def _changes_logits(request: Request) -> bool:
     params = request.sampling
-    return bool(params.logit_bias) or params.needs_penalties or request.num_output_tokens < params.min_tokens
+    if request.constraint is not None or params.logit_bias or params.needs_penalties:
+        return True
+    return request.num_output_tokens < params.min_tokens
 
 
 def _change_logits(row: torch.Tensor, request: Request) -> None:
-    """Mutates one row of logits [V]: bias, penalties, stop tokens before min_tokens."""
+    """Mutates one row of logits [V]: bias, penalties, the constraint, stop tokens before min_tokens."""
     params, device = request.sampling, row.device
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
@@ -114,8 +117,14 @@ def _change_logits(row: torch.Tensor, request: Request) -> None:
         tokens, counts = np.unique(output, return_counts=True)
         loss = params.presence_penalty + params.frequency_penalty * counts
         row[torch.from_numpy(tokens).to(device)] -= torch.from_numpy(loss).to(device, row.dtype)
+    if request.constraint is not None:
+        bits = np.unpackbits(np.frombuffer(request.constraint.allowed(), dtype=np.uint8), bitorder="little")
+        row.masked_fill_(torch.from_numpy(bits[: len(row)] == 0).to(device), -torch.inf)
     if request.num_output_tokens < params.min_tokens and request.stop_token_ids:
-        row[torch.tensor(sorted(request.stop_token_ids), dtype=torch.int64, device=device)] = -torch.inf
+        stops = torch.tensor(sorted(request.stop_token_ids), dtype=torch.int64, device=device)
+        rest = row.index_fill(0, stops, -torch.inf)
+        if request.constraint is None or bool(rest.isfinite().any()):
+            row.copy_(rest)
 
 
 def _draw(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:

@@ -77,10 +77,13 @@ class TorchExecutor:
         """Move blocks, compute the rows, draw tokens. Changes no request.
 
         Raises:
-            ValueError: the model's logits are no numbers; names the request.
+            ValueError: the model's logits are no numbers, or KV comes with a request; names the request.
         """
         if self._model is None:
             raise RuntimeError("the executor was shut down")
+        if batch.received:
+            name = batch.received[0][0].id
+            raise ValueError(f"request {name!r}: computed_tokens: this executor takes in no KV from elsewhere")
         self._move_blocks(batch)
         rows = batch.rows
         if not rows:

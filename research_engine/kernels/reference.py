@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from research_engine.kernels._checks import QUANTIZED_CACHE_DTYPES
+from research_engine.kernels.quantized import KINDS, QuantizedWeight, unpack_weight
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """See `kernels.rms_norm`."""
@@ -47,19 +50,57 @@ def rotary_embedding(
             )
 
 
+def dequantize_weight(weight: QuantizedWeight) -> torch.Tensor:
+    """See `kernels.dequantize_weight`: `[N, K]`."""
+    n, group_size = weight.out_features, weight.group_size
+
+    def wide(x: torch.Tensor) -> torch.Tensor:
+        """`[G, N padded]` -> `[N, K]`"""
+        return x[:, :n].double().repeat_interleave(group_size, dim=0).T
+
+    q = unpack_weight(weight).float().double()
+    zeros = KINDS[weight.kind].default_zero if weight.zeros is None else wide(weight.zeros)
+    result = wide(weight.scales) * (q - zeros)
+    return result if weight.offsets is None else result + wide(weight.offsets)
+
+
+def quantized_matmul(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """See `kernels.quantized_matmul`."""
+    return x.double() @ dequantize_weight(weight).T
+
+
 def reshape_and_cache(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    *,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> None:
     """See `kernels.reshape_and_cache`: the caches are changed."""
     block_size = key_cache.shape[2]
+    if key_cache.dtype in QUANTIZED_CACHE_DTYPES:
+        key, value = _quantize(key, key_scale, key_cache.dtype), _quantize(value, value_scale, key_cache.dtype)
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
             key_cache[slot // block_size, :, slot % block_size] = key[token]
             value_cache[slot // block_size, :, slot % block_size] = value[token]
+
+
+def _quantize(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """`[T, Hkv, D]` divided by its heads' scales `[Hkv]` in float32, rounded and saturated."""
+    quotient = x.float() if scale is None else x.float() / scale[:, None]
+    if dtype == torch.int8:
+        return quotient.nan_to_num(nan=0.0).round().clamp(-127, 127).to(dtype)
+    return quotient.clamp(-448, 448).to(dtype)
+
+
+def _dequantize(cache: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """`[..., Hkv, D]` of any dtype in float64, times its heads' scales `[Hkv]`."""
+    wide = cache.float().double()  # torch has no direct way from float8 on every device
+    return wide if scale is None else wide * scale.double()[:, None]
 
 
 def copy_blocks(kv_cache: torch.Tensor, pairs: torch.Tensor) -> None:
@@ -87,6 +128,8 @@ def paged_attention(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -107,8 +150,8 @@ def paged_attention(
             blocks = [tables[request][j // block_size] for j in visible]
             offsets = [j % block_size for j in visible]
             # [keys, Hq, D]: the keys and values that this row sees, of each query head's own KV head
-            keys = key_cache[blocks, :, offsets].double().repeat_interleave(group, dim=1)
-            values = value_cache[blocks, :, offsets].double().repeat_interleave(group, dim=1)
+            keys = _dequantize(key_cache[blocks, :, offsets], key_scale).repeat_interleave(group, dim=1)
+            values = _dequantize(value_cache[blocks, :, offsets], value_scale).repeat_interleave(group, dim=1)
             row = starts[request] + i
             scores = scale * (keys * query[row].double()).sum(dim=-1)  # [keys, Hq]
             if softcap is not None:

@@ -93,6 +93,11 @@ class Tokenizer:
             ids = [self.bos_token_id, *ids[start:]]
         return ids
 
+    def to_json(self) -> str:
+        """All of the tokenizer in the format of tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
+
     def _content(self, token_id: int | None) -> str | None:
         token: str | None = None if token_id is None else self._backend.id_to_token(token_id)
         return token

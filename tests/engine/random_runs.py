@@ -9,9 +9,10 @@ from typing import Any
 from research_engine.engine.config import OnFault
 from research_engine.engine.contract import Request, Scheduler
 from research_engine.engine.decision_log import DecisionLog
-from research_engine.engine.engine import Engine, TokenOutput
+from research_engine.engine.engine import Engine
 from research_engine.engine.reservation import Reservation
 from research_engine.engine.sampling_params import SamplingParams
+from research_engine.engine.token_output import TokenOutput
 
 from .shadow import VOCABULARY, ManualClock, assert_empty, expected, make_engine
 
@@ -26,6 +27,7 @@ class RandomRun:
         reservation: of the engine.
         decisions: where the scheduler's decisions are taken down.
         on_fault: of the engine.
+        overlap: whether a step is handed over while the one before it runs.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class RandomRun:
         reservation: Reservation = "paged",
         decisions: DecisionLog | None = None,
         on_fault: OnFault = "stop",
+        overlap: bool = False,
     ) -> None:
         self.rng = rng = random.Random(seed)
         self.aborts = aborts
@@ -61,6 +64,7 @@ class RandomRun:
             reservation=reservation,
             decisions=decisions,
             on_fault=on_fault,
+            overlap=overlap,
         )
         self.slots = slots
         self.families = [[rng.randrange(VOCABULARY) for _ in range(slots)] for _ in range(2)]
@@ -111,7 +115,7 @@ class RandomRun:
         if not self.live:
             return
         request_id = self.rng.choice(self.live)
-        unfinished = [r for r in self.requests if r.group_id == request_id and not r.is_finished]
+        unfinished = [r for r in self.requests if r.group_id == request_id and r.finish_time is None]
         assert self.engine.abort(request_id) == bool(unfinished)
         assert not self.engine.abort(request_id)
         self.aborted.update(unfinished)

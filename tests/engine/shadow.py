@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from research_engine.engine.config import EngineConfig
-from research_engine.engine.contract import Batch, Request, Scheduler, StepResult
+from research_engine.engine.contract import UNKNOWN_TOKEN, Batch, Request, Scheduler, StepResult
 from research_engine.engine.decision_log import DecisionLog
-from research_engine.engine.engine import Engine, TokenOutput
+from research_engine.engine.engine import Engine
 from research_engine.engine.sampling_params import SamplingParams
+from research_engine.engine.token_output import TokenOutput
 
 VOCABULARY = 50
 
@@ -66,6 +67,7 @@ class ShadowExecutor:
         self.choose = choose or (lambda request, fingerprint: draw(fingerprint, request.seed))
         self.batches: list[Batch] = []
         self.before: Callable[[Batch], None] | None = None  # called on entry, with the step in flight
+        self._drawn: dict[Request, int] = {}  # each one's last token, which an engine that runs ahead leaves out
         self._prefixes: dict[Request, list[int]] = {}
         self._tables: dict[Request, list[int]] = {}
 
@@ -74,6 +76,9 @@ class ShadowExecutor:
             self.before(batch)
         self.batches.append(batch)
         self._move(batch)
+        for request, count in batch.received:
+            for at, prefix in enumerate(self._prefix(request)[:count]):
+                self.device[request.block_ids[at // self.size]][at % self.size] = prefix
         written: set[int] = set()
         tokens: list[int] = []
         for row in batch.rows:
@@ -96,6 +101,7 @@ class ShadowExecutor:
                 self.device[block][offset] = prefixes[at]
             self._tables[request] = list(table)
             tokens.append(self.choose(request, prefixes[-1]) if draws else -1)
+            self._drawn[request] = tokens[-1]
         assert sum(row.num_tokens for row in batch.rows) == batch.num_tokens
         return StepResult(tokens)
 
@@ -117,6 +123,7 @@ class ShadowExecutor:
     def _prefix(self, request: Request) -> list[int]:
         prefixes = self._prefixes.setdefault(request, [])
         for token_id in request.token_ids[len(prefixes) :]:
+            token_id = self._drawn[request] if token_id == UNKNOWN_TOKEN else token_id
             prefixes.append(extend(prefixes[-1] if prefixes else 0, token_id))
         return prefixes
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from research_engine import kernels
-from research_engine.kernels._checks import CPU_DTYPES, CUDA_DTYPES
+from research_engine.kernels._checks import CPU_DTYPES, CUDA_DTYPES, QUANTIZED_CACHE_DTYPES
 from research_engine.kernels.attention import CPU_PATHS, PATHS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -38,6 +38,8 @@ ATTENTION_CASES: list[tuple[int, int, int, dict[str, object]]] = [
     (256, 2, 32, {"alibi_slopes": True, "sinks": True, "split_size": 64}),
     (46, 9, 16, {"causal": False, "split_size": 100}),
     (192, 16, 7, {"sliding_window": 1}),
+    (128, 4, 16, {"cache_dtype": torch.float8_e4m3fn}),
+    (64, 3, 32, {"cache_dtype": torch.int8, "split_size": 64}),
 ]
 
 
@@ -59,9 +61,14 @@ def check_attention(
     path: str,
 ) -> None:
     """One call over `MIXED`; out and lse as the oracle's, rows past the last request untouched."""
-    batch = make_batch(MIXED, group=group, head_size=head_size, block_size=block_size, dtype=dtype, padding_rows=2)
+    settings = dict(settings)
+    cache_dtype: Any = settings.pop("cache_dtype", None)
+    batch = make_batch(
+        MIXED, group=group, head_size=head_size, block_size=block_size, dtype=dtype, cache_dtype=cache_dtype,
+        padding_rows=2,
+    )  # fmt: skip
     heads, rows = 2 * group, int(batch.query_start_loc[-1])
-    options: dict[str, Any] = dict(settings, scale=head_size**-0.5)
+    options: dict[str, Any] = dict(settings, scale=head_size**-0.5, **batch.scales())
     for name, values in (("alibi_slopes", torch.linspace(0.01, 0.5, heads)), ("sinks", torch.linspace(-2, 4, heads))):
         if name in options:
             options[name] = values
@@ -89,7 +96,8 @@ def compare(
     """Runs an op and its oracle on copies of the same tensors; every tensor has to end up the same."""
     on_device = [tensor.to(device, copy=True) for tensor in tensors]
     on_host = [tensor.clone() for tensor in tensors]
-    result = getattr(kernels, op)(*on_device, *rest, **options)
+    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    result = getattr(kernels, op)(*on_device, *rest, **moved)
     expected = getattr(kernels.reference, op)(*on_host, *rest, **options)
     for actual, wanted in zip(on_device, on_host, strict=True):
         same(actual.cpu(), wanted, dtype)
@@ -135,6 +143,12 @@ def others(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
     for d in (64, 46):
         tensors = [random(5, 3, d), random(5, 3, d), random(4, 3, 7, d), random(4, 3, 7, d)]
         yield f"reshape_and_cache D={d}", case("reshape_and_cache", [*tensors, torch.tensor([-1, 27, 0, 13])])
+        slots, scales = torch.tensor([-1, 27, 0, 13]), torch.tensor([0.1, 0.02, 3.0])
+        for cache_dtype in QUANTIZED_CACHE_DTYPES:
+            caches = torch.zeros(2, 4, 3, 7, d, dtype=cache_dtype)
+            tensors = [random(5, 3, d), random(5, 3, d), caches[0], caches[1], slots]
+            name = f"reshape_and_cache {cache_dtype} D={d}"
+            yield name, case("reshape_and_cache", tensors, key_scale=scales, value_scale=scales)
         pairs = torch.tensor([[8, 0], [3, 1], [3, 2]])
         yield f"copy_blocks D={d}", case("copy_blocks", [random(3, 2, 9, 2, 5, d), pairs])
         yield f"swap_blocks D={d}", partial(check_swap, device, dtype, d)

@@ -36,6 +36,8 @@ def arguments(name: str, device: str) -> tuple[object, ...]:
             randn(4, 2, 8, 16),
             randn(4, 2, 8, 16),
             torch.tensor([3, -1, 30], device=device),
+            None,
+            None,
         )
     if name == "copy_blocks":
         return randn(2, 2, 4, 2, 8, 16), pairs
@@ -44,7 +46,7 @@ def arguments(name: str, device: str) -> tuple[object, ...]:
         return randn(2, 2, 4, 2, 8, 16), host if device == "cpu" else host.pin_memory(), pairs
     batch = make_batch([(1, 20), (5, 9)], device=device)
     lse = torch.empty(batch.query.shape[:2], device=device)
-    options = (None, None, None, 0.1, True, None, 5.0, "auto", None, None, None)
+    options = (None, None, None, None, None, 0.1, True, None, 5.0, "auto", None, None, None)
     return (*batch.tensors(), torch.empty_like(batch.query), lse, *options)
 
 
