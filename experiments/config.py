@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from experiments.settings import Settings, nearest_first
 from experiments.workloads import WorkloadSettings
+from research_engine.engine.config import OnFault
 from research_engine.engine.reservation import Reservation
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
@@ -46,7 +47,7 @@ class TrialSettings(Settings):
         warmup_requests: requests of the workload served and thrown away before a process's first trial of a model.
         workload: what arrives when.
         slo: for goodput; without one every completed request is good.
-        decision_log: also write every decision of the policy, to decisions.jsonl of the trial.
+        explain: also write every decision of the policy with its reasons, to decisions.jsonl of the trial.
     """
 
     model: str = "smollm2-135m-instruct"
@@ -66,6 +67,8 @@ class TrialSettings(Settings):
     num_host_blocks: int | None = Field(default=None, ge=0)
     max_num_queued: int = Field(default=0, ge=0)
     reservation: Reservation = "paged"
+    on_fault: OnFault = "stop"
+    schedule_limit: float = Field(default=1.0, gt=0)
     enable_prefix_caching: bool = True
     executor: Literal["torch", "simulated"] = "torch"
     gpu: str | None = None
@@ -75,7 +78,7 @@ class TrialSettings(Settings):
     warmup_requests: int = Field(default=4, ge=0)
     workload: WorkloadSettings = WorkloadSettings()
     slo: SLOSettings | None = None
-    decision_log: bool = False
+    explain: bool = False
 
     @model_validator(mode="after")
     def _simulates_something(self) -> TrialSettings:

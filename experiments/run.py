@@ -44,7 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", type=_positive, default=1, metavar="N", help="trials at once, in processes (default 1)"
     )
+    parser.add_argument(
+        "--explain", action="store_true", help="keep every decision with its reasons, for `research-engine explain`"
+    )
     options = parser.parse_intermixed_args(arguments)
+    if options.explain:
+        options.words.append("explain=true")
 
     from rich.console import Console
 

@@ -29,7 +29,7 @@ def run_trial(
     trial: Trial, workload: Workload, backend: Backend, directory: Path, on_finished: Progress
 ) -> dict[str, Any]:
     """Serve the workload and write `directory`: summary.json, requests.parquet, steps.parquet, trace.json, and
-    decisions.jsonl when settings.decision_log asks for it.
+    decisions.jsonl when settings.explain asks for it.
 
     Args:
         trial: settings and seed; the backend is prepared for them.
@@ -42,7 +42,7 @@ def run_trial(
     """
     settings = trial.settings
     engine = backend.engine(settings, trial.seed)
-    if settings.decision_log:
+    if settings.explain:
         engine.decisions = DecisionLog(type(engine.scheduler).__name__)
     watch = CoreWatch() if backend.kind == "real" else None
     try:
@@ -54,6 +54,7 @@ def run_trial(
         )
         others = watch.others() if watch is not None else None
         summary = _summary(trial, workload, backend, engine.config, engine.records, report)
+        summary["policy_faults"] = {"total": engine.faults.total, "latest": list(map(str, engine.faults.latest))}
         summary |= {"other_load": others, "disturbed": others is not None and others > DISTURBED_ABOVE}
         with new_directory(directory) as fresh:
             if engine.decisions is not None:

@@ -23,6 +23,9 @@ COMMANDS = {
     "doctor": Command(
         "research_engine.doctor:main", "what was built, what this machine has, and what to do about the rest"
     ),
+    "explain": Command(
+        "research_engine.explain.command:main", "the life of one request of a run, in words and as a timeline"
+    ),
     "bench cpu": Command(
         "research_engine.bench.cpu:main", "decode and prefill against transformers; --loop: host time"
     ),

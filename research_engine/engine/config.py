@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from .reservation import RESERVATIONS, Reservation
 
 OnFault = Literal["stop", "go_on"]
+FAULT_WAYS: tuple[str, ...] = get_args(OnFault)
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.reservation not in RESERVATIONS:
             raise ValueError(f"reservation = {self.reservation!r}: must be one of {', '.join(RESERVATIONS)}")
-        if self.on_fault not in get_args(OnFault):
-            raise ValueError(f"on_fault = {self.on_fault!r}: must be one of {', '.join(get_args(OnFault))}")
+        if self.on_fault not in FAULT_WAYS:
+            raise ValueError(f"on_fault = {self.on_fault!r}: must be one of {', '.join(FAULT_WAYS)}")
         if not self.schedule_limit > 0:
             raise ValueError(f"schedule_limit = {self.schedule_limit!r}: must be seconds > 0 (inf: no limit)")
         least = {"num_host_blocks": 0, "vocab_size": 0, "max_num_queued": 0, "max_model_len": 2}
