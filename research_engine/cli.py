@@ -23,6 +23,7 @@ COMMANDS = {
     "doctor": Command(
         "research_engine.doctor:main", "what was built, what this machine has, and what to do about the rest"
     ),
+    "new scheduler": Command("research_engine.new.scheduler:main", "a policy of your own to begin with, and its test"),
     "explain": Command(
         "research_engine.explain.command:main", "the life of one request of a run, in words and as a timeline"
     ),

@@ -127,7 +127,7 @@ def first(plan: SchedulePlan) -> str:
 
 FAULTS = {
     "unknown": (lambda plan, view: SchedulePlan({"z": 1}), PlanError, "Faulty: request 'z': is scheduled, but no such"),
-    "finished": (lambda plan, view: SchedulePlan({"short": 1}), PlanError, "Faulty: request 'short': is scheduled, but"),
+    "finished": (lambda plan, view: SchedulePlan({"short": 1}), PlanError, "Faulty: request 'short': is scheduled"),
     "over the budget": (
         lambda plan, view: SchedulePlan({**plan.tokens, "late": 40}),
         PlanError, "Faulty: it holds 42 tokens, max_num_batched_tokens is 40",

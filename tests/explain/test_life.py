@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -93,7 +94,7 @@ def check(life: Life) -> None:
     record, spans = life.record, life.spans
     if record.finish_time > record.arrival_time:
         assert spans[0].start == record.arrival_time
-        assert all(one.end == next_.start for one, next_ in zip(spans, spans[1:], strict=False))
+        assert all(one.end == next_.start for one, next_ in itertools.pairwise(spans))
         assert abs(spans[-1].end - record.finish_time) < 0.5 or record.finish_reason == "abort"
     lost = sum(span.drawn for span in spans) - record.output_tokens
     assert lost == 0 or (lost == 1 and record.finish_reason == "abort")  # a token under way when it was aborted
