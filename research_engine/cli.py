@@ -30,6 +30,9 @@ COMMANDS = {
     "bench cpu": Command(
         "research_engine.bench.cpu:main", "decode and prefill against transformers; --loop: host time"
     ),
+    "bench scheduler": Command(
+        "research_engine.bench.scheduler:main", "a decision with a long queue, every policy; the loop against vLLM's"
+    ),
     "bench kernels": Command(
         "research_engine.bench.kernels:main", "the ops against the measured roofline, torch and other libraries"
     ),

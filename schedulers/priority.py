@@ -20,6 +20,9 @@ from .ranked import RankedScheduler
 class Priority(RankedScheduler):
     """Serves by rank; a waiting request takes the place of running ones of strictly lower priority, never of equals.
 
+    Waiting bound: of those that arrive later, only requests that are d levels more urgent and arrive within ageing x d
+    seconds after it go before a request (with a finite `ageing`).
+
     Args:
         ageing: seconds of waiting that are worth one priority level; inf turns ageing off.
     """

@@ -19,7 +19,7 @@ class StaticBatch(PolicyScheduler):
     """Admits only when nobody runs; a batch is what one step can take of seats, tokens and blocks, by arrival.
 
     There is no padding here, so what is measured is the waiting alone. Waiting bound: a request is served within as
-    many batches as there are requests before it.
+    many batches as there are requests before it, and nobody who arrives later is admitted first.
 
     Args:
         batch_size: requests in a batch at most; 0 takes the engine's max_num_seqs.
