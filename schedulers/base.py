@@ -102,7 +102,7 @@ class PolicyScheduler(Scheduler):
     def newcomers(self, view: EngineView) -> Iterable[Request]:
         """Waiting requests by arrival as long as one can be admitted: for use in `order`, so that it ends in time."""
         if view.num_running < view.max_num_seqs:
-            for request in view.waiting:
+            for request in view.waiting_in_turn():
                 if self.admission_closed:
                     return
                 yield request

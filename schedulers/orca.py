@@ -38,7 +38,7 @@ class Orca(PolicyScheduler):
         if seats <= 0:
             return
         left = view.num_blocks - sum(self.claim(request, view) for request in view.running)
-        for request in view.waiting:
+        for request in view.waiting_in_turn():
             left -= self.claim(request, view)
             seats -= 1
             if left < 0 or seats < 0 or self.admission_closed:

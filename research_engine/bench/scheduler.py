@@ -9,7 +9,9 @@ There is no model: an executor gives every row the same token. Blocks never run 
 from __future__ import annotations
 
 import json
+import os
 import platform
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -162,7 +164,7 @@ class _Crowd:
         self._added += 1
         output = self._longest - self.options.prompt_tokens
         if self._turnover:
-            output = WARMUP_STEPS + seats + (index if index < seats else 0)
+            output = 5 + index if index < seats else seats
         self.engine.add_request(
             str(index),
             range(index % 50_000, index % 50_000 + self.options.prompt_tokens),
@@ -207,12 +209,14 @@ def vllm_step(options: SchedulerBenchOptions) -> dict[str, Any]:
     Raises:
         ValueError: it could not be run; the last lines of what it said.
     """
-    # as text and from an empty directory, so that nothing beside the driver is taken for a package of that environment
-    command = [str(options.vllm_python), "-c", DRIVER.read_text(encoding="utf-8")]
-    for name in ("running", "prompt_tokens", "steps"):
-        command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    with tempfile.TemporaryDirectory() as empty:
-        done = subprocess.run(command, cwd=empty, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with tempfile.TemporaryDirectory() as folder:
+        # alone in a directory, so that nothing beside it is taken for a package of that environment
+        driver = shutil.copy(DRIVER, folder)
+        command = [str(options.vllm_python), driver]
+        for name in ("running", "prompt_tokens", "steps"):
+            command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
         said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
@@ -252,7 +256,12 @@ def main(options: Annotated[SchedulerBenchOptions, tyro.conf.arg(name="")]) -> i
         cost = first if name == "fcfs" else measure(options, name)
         ratios = cost.full / first.full, cost.turnover / first.turnover
         table.add_row(
-            name, f"{cost.full:.0f}", f"{ratios[0]:.2f}", f"{cost.turnover:.0f}", f"{ratios[1]:.2f}", f"{cost.events:.0f}"
+            name,
+            f"{cost.full:.0f}",
+            f"{ratios[0]:.2f}",
+            f"{cost.turnover:.0f}",
+            f"{ratios[1]:.2f}",
+            f"{cost.events:.0f}",
         )
     console.print(table)
     if options.vllm_python is not None:

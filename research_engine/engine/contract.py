@@ -6,7 +6,7 @@ EngineView -> Scheduler -> SchedulePlan -> (engine commits) -> Batch -> Executor
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -103,9 +103,14 @@ class EngineView:
     @property
     def waiting(self) -> tuple[Request, ...]:
         if self._waiting_now is None:
-            preempted = sorted(self._preempted.values(), key=lambda r: (r.arrival_time, r.index))
-            self._waiting_now = (*preempted, *self._new.values())
+            self._waiting_now = tuple(self.waiting_in_turn())
         return self._waiting_now
+
+    def waiting_in_turn(self) -> Iterator[Request]:
+        """`waiting`, one after the other: for whoever looks at the first few of a long queue."""
+        if self._preempted:
+            yield from sorted(self._preempted.values(), key=lambda r: (r.arrival_time, r.index))
+        yield from self._new.values()
 
     @property
     def num_running(self) -> int:

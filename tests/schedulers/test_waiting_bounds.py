@@ -49,7 +49,10 @@ OVERTAKING: dict[str, tuple[dict[str, float], Allowed]] = {  # who may be admitt
     "sjf": ({"ageing": AGEING}, within_its_size),
     "srpt": ({"ageing": AGEING}, within_its_size),
     "priority": ({"ageing": AGEING}, within_its_level),
-    "prefix_aware": ({"ageing": AGEING}, lambda first, later: later.arrival_time - first.arrival_time <= LONGEST / AGEING),
+    "prefix_aware": (
+        {"ageing": AGEING},
+        lambda first, later: later.arrival_time - first.arrival_time <= LONGEST / AGEING,
+    ),
     "edf": ({"default_slo": 3.0}, lambda first, later: due(later) <= due(first)),
 }
 ELSEWHERE = {  # bounds of another kind, with their tests
