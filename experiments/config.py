@@ -16,6 +16,7 @@ from experiments.experiment import Experiment, is_level, label_of
 from experiments.kernel_settings import KernelSettings
 from experiments.settings import Settings, nearest_first
 from experiments.workloads import WorkloadSettings
+from research_engine.engine.config import OnFault
 from research_engine.engine.reservation import Reservation
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
@@ -49,7 +50,7 @@ class TrialSettings(Settings):
             nothing to warm up.
         workload: what arrives when.
         slo: for goodput; without one every completed request is good.
-        decision_log: also write every decision of the policy, to decisions.jsonl of the trial.
+        explain: also write every decision of the policy with its reasons, to decisions.jsonl of the trial.
     """
 
     model: str = "smollm2-135m-instruct"
@@ -69,6 +70,8 @@ class TrialSettings(Settings):
     num_host_blocks: int | None = Field(default=None, ge=0)
     max_num_queued: int = Field(default=0, ge=0)
     reservation: Reservation = "paged"
+    on_fault: OnFault = "stop"
+    schedule_limit: float = Field(default=1.0, gt=0)
     enable_prefix_caching: bool = True
     executor: Literal["torch", "simulated"] = "torch"
     gpu: str | None = None
@@ -78,7 +81,7 @@ class TrialSettings(Settings):
     warmup_requests: int | None = Field(default=None, ge=0)
     workload: WorkloadSettings = WorkloadSettings()
     slo: SLOSettings | None = None
-    decision_log: bool = False
+    explain: bool = False
 
     @model_validator(mode="after")
     def _possible(self) -> TrialSettings:

@@ -60,7 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--slurm", nargs="?", const="", metavar="key=value,...",
         help="run trials as a Slurm job array, with options of submitit such as slurm_partition=gpu,timeout_min=60",
     )  # fmt: skip
+    parser.add_argument(
+        "--explain", action="store_true", help="keep every decision with its reasons, for `research-engine explain`"
+    )
     options = parser.parse_intermixed_args(arguments)
+    if options.explain:
+        options.words.append("explain=true")
 
     from rich.console import Console
 

@@ -45,6 +45,10 @@ COMMANDS = {
     "bench latency": Command(
         "research_engine.bench.offline:latency", "time per output token and to the first, alone or beside vLLM"
     ),
+    "new scheduler": Command("research_engine.new.scheduler:main", "a policy of your own to begin with, and its test"),
+    "explain": Command(
+        "research_engine.explain.command:main", "the life of one request of a run, in words and as a timeline"
+    ),
     "bench cpu": Command(
         "research_engine.bench.cpu:main", "decode and prefill against transformers; --loop: host time"
     ),
@@ -63,6 +67,9 @@ COMMANDS = {
     "bench server": Command(
         "research_engine.bench.server:main",
         "the HTTP server around a stub engine, against plain FastAPI; --soak: leaks",
+    ),
+    "bench scheduler": Command(
+        "research_engine.bench.scheduler:main", "a decision with a long queue, every policy; the loop against vLLM's"
     ),
     "bench kernels": Command(
         "research_engine.bench.kernels:main", "the ops against the measured roofline, torch and other libraries"

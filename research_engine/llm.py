@@ -197,6 +197,8 @@ def engine_config(
         max_model_len=options.max_model_len or max(2, min(max_len, num_blocks * options.block_size)),
         max_num_queued=options.max_num_queued,
         reservation=options.reservation,
+        on_fault=options.on_fault,
+        schedule_limit=options.schedule_limit,
         enable_prefix_caching=options.enable_prefix_caching,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids or (tokenizer.eos_token_ids if tokenizer is not None else ()),

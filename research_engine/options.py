@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from research_engine.engine.config import FAULT_WAYS, OnFault
 from research_engine.engine.reservation import RESERVATIONS, Reservation
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class EngineOptions:
         num_host_blocks: KV blocks in host memory; None derives them from swap_space.
         max_num_queued: requests that may wait; one more is refused. 0 sets no bound.
         reservation: blocks a request holds: "paged" (as tokens come), "reserve_max", "reserve_pow2", "reserve_oracle".
+        on_fault: what follows when the policy is at fault: "stop" with its error, or "go_on" without it for the step.
+        schedule_limit: real seconds that one decision of the policy may take; more is a fault.
         enable_prefix_caching: keep the blocks of ended requests and reuse them for equal prefixes.
         seed: of dummy weights and of requests that bring none.
         skip_tokenizer_init: load no tokenizer; prompts are token ids, and no text is made.
@@ -94,6 +97,8 @@ class EngineOptions:
     num_host_blocks: int | None = None
     max_num_queued: int = 0
     reservation: Reservation = "paged"
+    on_fault: OnFault = "stop"
+    schedule_limit: float = 1.0
     enable_prefix_caching: bool = True
     seed: int = 0
     skip_tokenizer_init: bool = False
@@ -114,10 +119,11 @@ class EngineOptions:
             misused = isinstance(value, bool) and not str(entry.type).startswith("bool")
             if kind is not None and (misused or not isinstance(value, kind[0])):
                 raise OptionError(f"{entry.name} = {value!r}: must be {kind[1]}")
-        for name, valid in (
-            ("dtype", DTYPES), ("load_format", LOAD_FORMATS), ("reservation", RESERVATIONS),
-            ("weight_packing", WEIGHT_PACKINGS), ("kv_cache_dtype", KV_CACHE_DTYPES),
-        ):  # fmt: skip
+        named = {
+            "dtype": DTYPES, "load_format": LOAD_FORMATS, "reservation": RESERVATIONS, "on_fault": FAULT_WAYS,
+            "weight_packing": WEIGHT_PACKINGS, "kv_cache_dtype": KV_CACHE_DTYPES,
+        }  # fmt: skip
+        for name, valid in named.items():
             value = getattr(self, name)
             if value not in valid:
                 raise OptionError(f"{name} = {value!r}: must be one of {', '.join(nearest_first(str(value), valid))}")
@@ -131,6 +137,8 @@ class EngineOptions:
             raise OptionError(f"max_num_queued = {self.max_num_queued!r}: must be an integer >= 0")
         if self.kv_cache_memory is not None and not 0 < self.kv_cache_memory < math.inf:
             raise OptionError(f"kv_cache_memory = {self.kv_cache_memory!r}: must be GiB > 0")
+        if not self.schedule_limit > 0:
+            raise OptionError(f"schedule_limit = {self.schedule_limit!r}: must be seconds > 0 (inf: no limit)")
         if not 0 <= self.swap_space < math.inf:
             raise OptionError(f"swap_space = {self.swap_space!r}: must be GiB >= 0")
         if not 0 < self.gpu_memory_utilization <= 1:
