@@ -245,6 +245,19 @@ void rotary_embedding(py::handle positions, py::handle query, py::handle key, py
                            cuda::rotary_embedding(p, q, k, table, interleaved, stream));
 }
 
+void rotary_and_cache(py::handle positions, py::handle query, py::handle key, py::handle value, py::handle cos_sin,
+                      py::handle key_cache, py::handle value_cache, py::handle slot_mapping, bool interleaved, py::handle key_scale,
+                      py::handle value_scale, uintptr_t stream_address) {
+  const TensorView p = view(positions), q = view(query), k = view(key), v = view(value), table = view(cos_sin);
+  const TensorView kc = view(key_cache), vc = view(value_cache), slots = view(slot_mapping), ks = view(key_scale), vs = view(value_scale);
+  require_one_device({{"query", q}, {"key", k}, {"value", v}, {"positions", p}, {"cos_sin", table}, {"key_cache", kc},
+                      {"value_cache", vc}, {"slot_mapping", slots}, {"key_scale", ks}, {"value_scale", vs}});
+  RESEARCH_ENGINE_DISPATCH(q, check_positions(p, table.shape[0]); check_slots(slots, kc.shape[0] * kc.shape[2]);
+                           check_scales("key_scale", ks); check_scales("value_scale", vs);
+                           cpu::rotary_and_cache(p, q, k, v, table, kc, vc, slots, interleaved, ks, vs),
+                           cuda::rotary_and_cache(p, q, k, v, table, kc, vc, slots, interleaved, ks, vs, stream));
+}
+
 void silu_and_mul(py::handle x, py::handle out, uintptr_t stream_address) {
   const TensorView in = view(x), result = view(out);
   require_one_device({{"x", in}, {"out", result}});
@@ -271,6 +284,36 @@ void dequantize_weight(py::handle weight, py::handle scales, py::handle zeros, p
   const TensorView result = view(out);
   require_one_device({{"weight", w.weight}, {"scales", w.scales}, {"zeros", w.zeros}, {"offsets", w.offsets}, {"out", result}});
   RESEARCH_ENGINE_DISPATCH(result, cpu::dequantize_weight(w, result), cuda::dequantize_weight(w, result, stream));
+}
+
+void sample(py::handle logits, py::handle temperature, py::handle seeds, py::handle positions, py::handle top_k, py::handle top_p,
+            py::handle min_p, py::handle repetition_penalty, py::handle presence_penalty, py::handle frequency_penalty,
+            py::handle seen_tokens, py::handle seen_counts, py::handle seen_lengths, py::handle slots, bool count_drawn,
+            py::handle bias_tokens, py::handle bias_values, py::handle allowed_tokens, py::handle token_ids, py::handle logprobs,
+            py::handle ranks, py::handle top_ids, py::handle top_logprobs, py::handle workspace, uintptr_t stream_address) {
+  Sampling args;
+  args.count_drawn = count_drawn;
+  const struct {
+    const char* name;
+    py::handle tensor;
+    TensorView& target;
+  } tensors[] = {
+      {"logits", logits, args.logits}, {"temperature", temperature, args.temperature}, {"seeds", seeds, args.seeds},
+      {"positions", positions, args.positions}, {"top_k", top_k, args.top_k}, {"top_p", top_p, args.top_p},
+      {"min_p", min_p, args.min_p}, {"repetition_penalty", repetition_penalty, args.repetition_penalty},
+      {"presence_penalty", presence_penalty, args.presence_penalty},
+      {"frequency_penalty", frequency_penalty, args.frequency_penalty}, {"seen_tokens", seen_tokens, args.seen_tokens},
+      {"seen_counts", seen_counts, args.seen_counts}, {"seen_lengths", seen_lengths, args.seen_lengths},
+      {"slots", slots, args.slots}, {"bias_tokens", bias_tokens, args.bias_tokens},
+      {"bias_values", bias_values, args.bias_values}, {"allowed_tokens", allowed_tokens, args.allowed_tokens},
+      {"token_ids", token_ids, args.token_ids}, {"logprobs", logprobs, args.logprobs}, {"ranks", ranks, args.ranks},
+      {"top_ids", top_ids, args.top_ids}, {"top_logprobs", top_logprobs, args.top_logprobs},
+      {"workspace", workspace, args.workspace}};
+  for (const auto& [name, tensor, target] : tensors) {
+    target = view(tensor);
+    require_one_device({{"logits", args.logits}, {name, target}});
+  }
+  RESEARCH_ENGINE_DISPATCH(args.logits, check_sampling_values(args); cpu::sample(args), cuda::sample(args, stream));
 }
 
 #ifdef RESEARCH_ENGINE_WITH_CUDA
@@ -303,11 +346,14 @@ PYBIND11_MODULE(_C, m) {
   m.def("rms_norm", &rms_norm);
   m.def("fused_add_rms_norm", &fused_add_rms_norm);
   m.def("rotary_embedding", &rotary_embedding);
+  m.def("rotary_and_cache", &rotary_and_cache);
   m.def("silu_and_mul", &silu_and_mul);
   m.def("quantized_matmul", &quantized_matmul);
   m.def("dequantize_weight", &dequantize_weight);
+  m.def("sample", &sample);
 #ifdef RESEARCH_ENGINE_WITH_CUDA
   m.def("paged_attention_workspace", &paged_attention_workspace);
+  m.def("sample_workspace", &cuda::sample_workspace);
   m.def("quantized_matmul_workspace", [](int kind, int64_t tokens, int64_t columns, int64_t depth, int device) {
     return cuda::quantized_matmul_workspace(static_cast<QuantizedKind>(kind), tokens, columns, depth, device);
   });

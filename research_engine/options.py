@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+WEIGHT_PACKINGS = ("auto", "packed", "dequantized")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
 
 
 _KINDS: dict[str, tuple[Any, str]] = {
     "str": (str, "a text"),
     "bool": (bool, "True or False"),
+    "bool | None": ((bool, type(None)), "True, False or None"),
     "int": (int, "an integer"),
     "float": ((int, float), "a number"),
     "float | None": ((int, float, type(None)), "a number"),
@@ -59,9 +62,17 @@ class EngineOptions:
         seed: of dummy weights and of requests that bring none.
         skip_tokenizer_init: load no tokenizer; prompts are token ids, and no text is made.
         load_format: "dummy" fills the model with pseudo-random weights instead of its own.
+        weight_packing: of quantised weights: "packed" multiplies them as they are stored, "dequantized" makes them floats
+            when they are loaded; "auto" packs AWQ, GPTQ, fp8 and compressed-tensors and dequantises GGUF.
+        kv_cache_dtype: "auto" is dtype; "fp8" ("fp8_e4m3") and "int8" take a byte an element, with a scale for every
+            layer and head: those of the checkpoint, else for fp8 1, and for int8 measured on random tokens.
         trust_remote_code: run the code that a repository brings for its configuration and tokenizer; that for its model
             is never run.
         check_integrity: balance the KV cache's books after every step.
+        overlap: schedule and launch a step while the device runs the one before it; None does on a GPU.
+        batch_invariant: a request's tokens and log-probabilities are the same bits under every scheduler, chunk size,
+            batch and preemption, which costs speed.
+        enforce_eager: no CUDA graphs: every step is launched kernel by kernel.
 
     Raises:
         OptionError: naming option, value and rule.
@@ -87,17 +98,26 @@ class EngineOptions:
     seed: int = 0
     skip_tokenizer_init: bool = False
     load_format: str = "auto"
+    weight_packing: str = "auto"
+    kv_cache_dtype: str = "auto"
     trust_remote_code: bool = False
     check_integrity: bool = False
+    overlap: bool | None = None
+    batch_invariant: bool = False
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
         for entry in fields(self):
             value, kind = getattr(self, entry.name), _KINDS.get(str(entry.type))
-            if kind is not None and not (isinstance(value, kind[0]) and isinstance(value, bool) == (kind[0] is bool)):
+            misused = isinstance(value, bool) and not str(entry.type).startswith("bool")
+            if kind is not None and (misused or not isinstance(value, kind[0])):
                 raise OptionError(f"{entry.name} = {value!r}: must be {kind[1]}")
-        for name, valid in (("dtype", DTYPES), ("load_format", LOAD_FORMATS), ("reservation", RESERVATIONS)):
+        for name, valid in (
+            ("dtype", DTYPES), ("load_format", LOAD_FORMATS), ("reservation", RESERVATIONS),
+            ("weight_packing", WEIGHT_PACKINGS), ("kv_cache_dtype", KV_CACHE_DTYPES),
+        ):  # fmt: skip
             value = getattr(self, name)
             if value not in valid:
                 raise OptionError(f"{name} = {value!r}: must be one of {', '.join(nearest_first(str(value), valid))}")
@@ -169,6 +189,13 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         raise OptionError("dtype = 'float16': the CPU's kernels take float32 and bfloat16")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def choose_kv_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The torch dtype of the KV cache of a model of ``dtype``."""
+    import torch
+
+    return {"auto": dtype, "int8": torch.int8}.get(name, torch.float8_e4m3fn)
 
 
 def nearest_first(wrong: str, valid: Sequence[str]) -> list[str]:

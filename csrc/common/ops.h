@@ -54,6 +54,32 @@ struct QuantizedMatmul {
   TensorView workspace;  // CUDA: float32, zero before the first use; see quantized_matmul_workspace
 };
 
+// S rows, V tokens of the vocabulary. Optional tensors may be none.
+struct Sampling {
+  TensorView logits;       // [S, V], rows strided; not changed
+  TensorView temperature;  // float32 [S]; 0: greedy
+  TensorView top_k;        // int32 [S], or none; below 1: off
+  TensorView top_p;        // float32 [S], or none; 1 and above: off
+  TensorView min_p;        // float32 [S], or none; 0: off
+  TensorView seeds;        // int64 [S]
+  TensorView positions;    // int64 [S]
+  // Penalties: all of these or none. Slots hold the distinct tokens of a request, and how often each is in its output.
+  TensorView repetition_penalty, presence_penalty, frequency_penalty;  // float32 [S]
+  TensorView seen_tokens, seen_counts;                                 // int32 [slots, M]
+  TensorView seen_lengths;                                             // int32 [slots]
+  TensorView slots;                                                    // int32 [S]: a row's slot, or -1
+  bool count_drawn = false;  // enter the drawn token into the row's slot
+  TensorView bias_tokens;    // int32 [S, K] (-1: none), or none
+  TensorView bias_values;    // float32 [S, K]; -inf forbids, whatever else holds
+  TensorView allowed_tokens;  // int32 [S, ceil(V / 32)], a bit a token, lowest first, or none
+  TensorView workspace;       // float32, CUDA: for penalties and biases
+  TensorView token_ids;       // int64 [S]; -1 nothing left, -2 a logit is NaN, -3 a logit is +inf
+  TensorView logprobs;        // float32 [S] of the drawn token before any change of its row, or none
+  TensorView ranks;           // int64 [S], from 1
+  TensorView top_ids;         // int64 [S, n], or none
+  TensorView top_logprobs;    // float32 [S, n]
+};
+
 #define RESEARCH_ENGINE_OPS(STREAM_ARG)                                                                              \
   void paged_attention(const PagedAttention& args STREAM_ARG);                                                       \
   /* key, value [T, Hkv, D] into caches [N, Hkv, B, D] at slot_mapping int64 [T]; slot -1 is skipped. Caches of      \
@@ -70,9 +96,14 @@ struct QuantizedMatmul {
   /* query [T, Hq, D], key [T, Hkv, D] rotated in place; cos_sin [max_position, rotary_dim], cosines first */        \
   void rotary_embedding(TensorView positions, TensorView query, TensorView key, TensorView cos_sin,                  \
                         bool interleaved STREAM_ARG);                                                                \
+  /* queries rotated in place; keys rotated into the cache, `key` itself is not changed; values into the cache */    \
+  void rotary_and_cache(TensorView positions, TensorView query, TensorView key, TensorView value, TensorView cos_sin, \
+                        TensorView key_cache, TensorView value_cache, TensorView slot_mapping, bool interleaved,     \
+                        TensorView key_scale, TensorView value_scale STREAM_ARG);                                    \
   void silu_and_mul(TensorView x, TensorView out STREAM_ARG); /* [T, 2I] -> [T, I] */                                \
   void quantized_matmul(const QuantizedMatmul& args STREAM_ARG); /* out = x W^T */                                   \
-  void dequantize_weight(const QuantizedWeight& weight, TensorView out STREAM_ARG); /* W as floats, [N, K] */
+  void dequantize_weight(const QuantizedWeight& weight, TensorView out STREAM_ARG); /* W as floats, [N, K] */        \
+  void sample(const Sampling& args STREAM_ARG);
 
 namespace cpu {
 RESEARCH_ENGINE_OPS()
@@ -93,6 +124,11 @@ void swap_blocks(TensorView source, TensorView destination, TensorView pairs, St
 int64_t paged_attention_workspace(const PagedAttention& args);
 // float32 elements that quantized_matmul uses as `workspace` for T rows of x and a weight of N padded columns and depth K.
 int64_t quantized_matmul_workspace(QuantizedKind kind, int64_t tokens, int64_t columns, int64_t depth, int device);
+// reshape_and_cache where the caches' type is not the tokens'.
+void write_quantized(TensorView key, TensorView value, TensorView key_cache, TensorView value_cache, TensorView slot_mapping,
+                     TensorView key_scale, TensorView value_scale, Stream stream);
+// float32 elements of `sample`'s workspace where it has penalties or biases.
+int64_t sample_workspace(int64_t rows, int64_t vocab_size, int device);
 int device_count();                              // 0 without a driver, never throws
 std::string device_description(int device);      // "NVIDIA H200, sm_90, 132 SMs"
 #undef RESEARCH_ENGINE_STREAM

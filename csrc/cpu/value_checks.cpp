@@ -94,4 +94,25 @@ void check_block_pairs(const TensorView& pairs, int64_t num_source_blocks, int64
       refuse("pairs: block ", value(p, 0), " is both a source and a destination; copy in two calls");
 }
 
+void check_sampling_values(const Sampling& args) {
+  const int64_t rows = args.logits.shape[0];
+  for (int64_t row = 0; row < rows; ++row) {
+    const float temperature = args.temperature.ptr<float>()[row];
+    if (!(temperature >= 0)) refuse("temperature[", row, "] is ", temperature, ", expected 0 (greedy) or more");
+  }
+  if (!args.seen_tokens) return;
+  const int64_t num_slots = args.seen_tokens.shape[0], capacity = args.seen_tokens.shape[1];
+  std::unordered_set<int32_t> used;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int32_t slot = args.slots.ptr<int32_t>()[row];
+    if (slot < -1 || slot >= num_slots)
+      refuse("slots[", row, "] is ", slot, ", expected -1 (none) or 0 to ", num_slots - 1, " (seen_tokens' rows)");
+    if (slot < 0) continue;
+    if (!used.insert(slot).second) refuse("slots[", row, "] is ", slot, ", which another row has");
+    const int32_t length = args.seen_lengths.ptr<int32_t>()[slot];
+    if (length < 0 || length > capacity)
+      refuse("seen_lengths[", slot, "] is ", length, ", expected 0 to ", capacity, " (seen_tokens' columns)");
+  }
+}
+
 }  // namespace research_engine

@@ -120,8 +120,8 @@ class Engine:
         group = make_group(
             request_id, prompt_token_ids, sampling, self.config, first_index=self._num_added, max_tokens=max_tokens,
             arrival_time=self.clock.now() if arrival_time is None else arrival_time, priority=priority, client=client,
-            deadline=deadline, predicted_tokens=predicted_tokens, decode_stream=self._decode_stream,
-            constrain=self._constrain, computed_tokens=computed_tokens,
+            deadline=deadline, predicted_tokens=predicted_tokens, arriving=computed_tokens,
+            decode_stream=self._decode_stream, constrain=self._constrain,
         )  # fmt: skip
         self._num_added += len(group)
         self.queues.add(group)

@@ -30,7 +30,7 @@ def make_group(
     client: str,
     deadline: float | None,
     predicted_tokens: int | None,
-    computed_tokens: int,
+    arriving: int,
     decode_stream: Callable[[SamplingParams], DecodeStream] | None,
     constrain: Callable[[SamplingParams], TokenConstraint | None] | None,
 ) -> list[Request]:
@@ -65,7 +65,7 @@ def make_group(
                 text=_text_of(own, decode_stream),
                 constraint=_constraint_of(own, constrain),
                 index=first_index + index,
-                arriving=computed_tokens,
+                arriving=arriving,
             )
         )
     return group

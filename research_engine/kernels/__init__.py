@@ -19,7 +19,8 @@ from research_engine.kernels.quantized import (
     quantized_matmul,
     quantized_matmul_workspace,
 )
-from research_engine.kernels.rotary import rotary_embedding
+from research_engine.kernels.rotary import rotary_and_cache, rotary_embedding
+from research_engine.kernels.sampling import Sampled, sample, sample_workspace
 
 __all__ = [
     "paged_attention",
@@ -30,12 +31,16 @@ __all__ = [
     "rms_norm",
     "fused_add_rms_norm",
     "rotary_embedding",
+    "rotary_and_cache",
     "silu_and_mul",
     "QuantizedWeight",
     "pack_weight",
     "quantized_matmul",
     "quantized_matmul_workspace",
     "dequantize_weight",
+    "sample",
+    "sample_workspace",
+    "Sampled",
     "reference",
     "build_info",
 ]

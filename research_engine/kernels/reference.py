@@ -93,6 +93,28 @@ def reshape_and_cache(
             value_cache[slot // block_size, :, slot % block_size] = value[token]
 
 
+def rotary_and_cache(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos_sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+) -> None:
+    """See `kernels.rotary_and_cache`: the queries and the caches are changed."""
+    rotated = key.clone()
+    rotary_embedding(positions, query, rotated, cos_sin, interleaved=interleaved)
+    reshape_and_cache(
+        rotated, value, key_cache, value_cache, slot_mapping, key_scale=key_scale, value_scale=value_scale
+    )
+
+
 def _quantize(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """`[T, Hkv, D]` divided by its heads' scales `[Hkv]` in float32, rounded and saturated."""
     quotient = x.float() if scale is None else x.float() / scale[:, None]
@@ -173,3 +195,69 @@ def paged_attention(
     if lse is not None:
         lse.copy_(log_sums)
     return result if out is None else out.copy_(result)
+
+
+def sampling_distribution(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    *,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    repetition_penalty: torch.Tensor | None = None,
+    presence_penalty: torch.Tensor | None = None,
+    frequency_penalty: torch.Tensor | None = None,
+    seen_tokens: torch.Tensor | None = None,
+    seen_counts: torch.Tensor | None = None,
+    seen_lengths: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    bias_tokens: torch.Tensor | None = None,
+    bias_values: torch.Tensor | None = None,
+    allowed_tokens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What `kernels.sample` draws from: float64 `[S, V]` probabilities, after penalties, mask and truncation.
+
+    A draw of u is the token at which the running sum over ids first exceeds u. Rows without a token are 0.
+    """
+    num_rows, vocab_size = logits.shape
+    result = torch.zeros(num_rows, vocab_size, dtype=torch.float64)
+    for row in range(num_rows):
+        x = logits[row].cpu().double()
+        forbidden = torch.zeros(vocab_size, dtype=torch.bool)
+        if bias_tokens is not None and bias_values is not None:
+            for token, value in zip(bias_tokens[row].tolist(), bias_values[row].tolist(), strict=True):
+                if 0 <= token < vocab_size:
+                    forbidden[token] |= value == -torch.inf
+                    x[token] += value if value > -torch.inf else 0.0
+        slot = int(slots[row]) if slots is not None else -1
+        if slot >= 0:
+            assert seen_tokens is not None and seen_counts is not None and seen_lengths is not None
+            assert repetition_penalty is not None and presence_penalty is not None and frequency_penalty is not None
+            seen = int(seen_lengths[slot])
+            for token, count in zip(seen_tokens[slot, :seen].tolist(), seen_counts[slot, :seen].tolist(), strict=True):
+                if not 0 <= token < vocab_size:
+                    continue
+                penalty = float(repetition_penalty[row])
+                x[token] = x[token] / penalty if x[token] > 0 else x[token] * penalty
+                if count > 0:
+                    x[token] -= float(presence_penalty[row]) + float(frequency_penalty[row]) * count
+        if allowed_tokens is not None:
+            words = allowed_tokens[row].cpu().long()[torch.arange(vocab_size) // 32]
+            forbidden |= (words >> (torch.arange(vocab_size) % 32)) & 1 == 0
+        x[forbidden] = -torch.inf
+        if x.max() == -torch.inf:
+            continue
+        if float(temperature[row]) == 0:
+            result[row, int((x == x.max()).nonzero()[0])] = 1
+            continue
+        weights = torch.exp((x - x.max()) / float(temperature[row]))
+        order = torch.sort(weights, descending=True, stable=True).indices  # ties by id
+        kept = int((weights > 0).sum()) if min_p is None else int((weights >= max(float(min_p[row]), 1e-300)).sum())
+        if top_k is not None and int(top_k[row]) > 0:
+            kept = min(kept, int(top_k[row]))
+        if top_p is not None and float(top_p[row]) < 1:
+            running = weights[order[:kept]].cumsum(0)
+            kept = min(kept, int((running < float(top_p[row]) * running[-1]).sum()) + 1)
+        result[row, order[:kept]] = weights[order[:kept]]
+        result[row] /= result[row].sum()
+    return result

@@ -5,10 +5,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from research_engine.loading.dummy_shapes import DUMMY_SHAPES
-from research_engine.models.config import ModelConfig, Rope
+from research_engine.models.config import ModelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -22,25 +22,17 @@ class DummyModel:
     has_tokenizer: bool = False
 
 
-_TINY = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=259,
-    hidden_size=128,
-    intermediate_size=256,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    norm_eps=1e-5,
-    rope=Rope(10000.0, 32),
-    max_position_embeddings=8192,
-    bos_token_id=257,
-    eos_token_ids=(258,),
-)
 DUMMY_MODELS = {
-    "dummy:tiny": DummyModel(_TINY, has_tokenizer=True),
-    **{name: DummyModel(ModelConfig.from_hf(shape)) for name, shape in DUMMY_SHAPES.items()},
+    name: DummyModel(ModelConfig.from_hf(shape), has_tokenizer=name == "dummy:tiny")
+    for name, shape in DUMMY_SHAPES.items()
 }
+
+
+def hf_config(name: str) -> dict[str, Any]:
+    """The config.json of a known shape, for other engines."""
+    return dict(DUMMY_SHAPES[name])
+
+
 BYTE_TOKENIZER_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 256, 257, 258
 
 _CHUNK = 1 << 22

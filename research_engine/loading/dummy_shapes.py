@@ -60,6 +60,17 @@ def _opt(hidden: int, inter: int, layers: int, heads: int, **rest: Any) -> dict[
 
 
 DUMMY_SHAPES: dict[str, dict[str, Any]] = {
+    "dummy:tiny": {  # with the byte tokenizer: ids below 256 are bytes
+        **_shape("LlamaForCausalLM", 259, 128, 256, 2, 4, 2),
+        "head_dim": 32,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 8192,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 257,
+        "eos_token_id": 258,
+    },
     "dummy:smollm2-135m": _llama(
         49152, 576, 1536, 30, 9, 3, rope_theta=100000.0, max_position_embeddings=8192, tie_word_embeddings=True,
         bos_token_id=1, eos_token_id=2,

@@ -18,6 +18,15 @@ def fetch_repository(repository: str, cache: Path, *, progress: bool) -> Path:
     Raises:
         LoadError: the repository does not exist, is gated, or cannot be reached.
     """
+    return with_any_weights(lambda weights: _fetch(repository, cache, [weights, *BESIDE_WEIGHTS], progress=progress))
+
+
+def fetch_config(repository: str, cache: Path) -> Path:
+    """A directory with the configuration files of ``OWNER/NAME`` alone. Raises LoadError as `fetch_repository` does."""
+    return _fetch(repository, cache, ["config.json", "generation_config.json"], progress=False)
+
+
+def _fetch(repository: str, cache: Path, wanted: list[str], *, progress: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
@@ -25,16 +34,11 @@ def fetch_repository(repository: str, cache: Path, *, progress: bool) -> Path:
     quiet = not progress and not are_progress_bars_disabled()
     if quiet:
         disable_progress_bars()
-
-    def fetch(weights: str) -> Path:
-        wanted = [weights, *BESIDE_WEIGHTS]
+    try:
         kept = snapshot_download(
             repository, cache_dir=cache / "hub", allow_patterns=wanted, ignore_patterns=list(UNWANTED)
         )
         return Path(kept)
-
-    try:
-        return with_any_weights(fetch)
     except GatedRepoError as error:
         raise LoadError(
             f"{repository}: the repository is gated; accept its terms on the hub, then `hf auth login`"

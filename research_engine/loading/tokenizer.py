@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from research_engine.loading.chat_template import ChatTemplate
-from research_engine.loading.detokenizer import DecodeStream, decode_stream_factory
+from research_engine.loading.detokenizer import DecodeStream, decode_stream_factory, token_bytes_of
 from research_engine.loading.dummy import BYTE_TOKENIZER_SPECIALS
 from research_engine.loading.errors import LoadError
 
@@ -57,6 +57,7 @@ class Tokenizer:
         self._chat_template = None if chat_template is None else ChatTemplate(chat_template, tokens)
         self._adds_bos = bos_token_id is not None and self.encode("")[:1] == [bos_token_id]
         self._new_stream = decode_stream_factory(backend)
+        self._token_bytes = token_bytes_of(backend)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. ``add_special_tokens``: with the begin (and end) tokens the model was trained with.
@@ -75,21 +76,29 @@ class Tokenizer:
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for; part of a character if the token is."""
+        return self._token_bytes(token_id)
+
     def decode_stream(self, skip_special_tokens: bool = True) -> DecodeStream:
         """A decoder for tokens as they come; what it returns adds up to ``decode`` of all of them."""
         return self._new_stream(skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
         """Token ids of a conversation, ``[{"role": ..., "content": ...}]``; one begin token if the model uses it.
+
+        ``variables`` are what the template may know besides, such as ``tools``.
 
         Raises:
             ValueError: the tokenizer has no chat template, or the template refuses the conversation.
         """
         if self._chat_template is None:
             raise ValueError("this model has no chat template: pass a prompt instead of messages")
-        ids = self.encode(self._chat_template.render(messages, add_generation_prompt), add_special_tokens=False)
+        ids = self.encode(
+            self._chat_template.render(messages, add_generation_prompt, **variables), add_special_tokens=False
+        )
         if self._adds_bos and self.bos_token_id is not None:  # whether or not the template wrote it
             start = next((i for i, token in enumerate(ids) if token != self.bos_token_id), len(ids))
             ids = [self.bos_token_id, *ids[start:]]

@@ -37,7 +37,7 @@ from research_engine.server.wire import (
     encode_sampling,
     frame,
     frames,
-)  # fmt: skip
+)
 
 log = logging.getLogger("research_engine.server")
 STEPS_KEPT = 512
@@ -93,6 +93,11 @@ class Generation:
             raise self._error
         pending, self._pending, self._unread = self._pending, [], 0
         return pending
+
+    @property
+    def has_ended(self) -> bool:
+        """All continuations have ended and nothing is left to take."""
+        return not self.keys and not self._pending
 
     def choice(self, delta: Delta) -> int:
         return (delta.key - self._first_key) * self._n + delta.index
@@ -220,16 +225,20 @@ class EngineClient(asyncio.Protocol):
         sampling: SamplingParams,
         *,
         stream: bool,
+        arrived: float,
         priority: int = 0,
         client: str = "",
     ) -> Generation:
         """Hand prompts over, which share their parameters.
 
+        Args:
+            arrived: `time.perf_counter()` when the request came; latencies count from it.
+
         Raises:
             EngineDeadError: there is no engine.
         """
         self._check_alive()
-        sent, encoded = time.perf_counter(), encode_sampling(sampling)
+        encoded = encode_sampling(sampling)
         first = next(self._keys)
         keys = range(first, first + len(prompts))
         generation = Generation(self, keys, sampling.n)
@@ -238,7 +247,7 @@ class EngineClient(asyncio.Protocol):
                 next(self._keys)
             self._live[key] = generation
             name = request_id if len(prompts) == 1 else f"{request_id}-{key - first}"
-            self._send(Add(key, name, prompt, encoded, stream, sent, priority, client))
+            self._send(Add(key, name, prompt, encoded, stream, arrived, priority, client))
         return generation
 
     async def embed(self, prompts: list[list[int]]) -> Embedded:

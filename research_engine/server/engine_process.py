@@ -29,7 +29,7 @@ from research_engine.server.wire import (
     Refused,
     ToEngine,
     decode_sampling,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
     from research_engine.engine.contract import TokenLogprobs
@@ -106,7 +106,7 @@ class EngineLoop:
             self._embed_prompts(message)
 
     def _add(self, message: Add) -> None:
-        age = max(0.0, time.perf_counter() - message.sent)
+        age = max(0.0, time.perf_counter() - message.arrived)
         try:
             group = self._engine.add_request(
                 message.request_id,

@@ -10,8 +10,8 @@ from bisect import bisect_left
 from research_engine.engine.records import Records, RequestRecord, StepRecord
 from research_engine.server.wire import Snapshot, StepSummary
 
-_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-            160.0, 640.0, 2560.0)  # fmt: skip
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+            80.0, 160.0, 640.0, 2560.0)  # fmt: skip
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
          20.0, 40.0, 80.0)  # fmt: skip
 _WHOLE = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
@@ -66,6 +66,7 @@ class LiveRecords(Records):
         self._finished: dict[str, int] = {}
         self._histograms = {name: Histogram(bounds) for name, bounds in BUCKETS.items()}
         self._last_token: dict[str, float] = {}  # of live requests that have drawn
+        self._ended: list[str] = []  # in the step whose record is still to come, or aborted before it
         self._new_steps: list[StepSummary] = []
 
     def add_step(self, record: StepRecord) -> None:
@@ -85,6 +86,9 @@ class LiveRecords(Records):
                     gaps(executed - before)
                 else:
                     self._counters["prompt_tokens"] += start + count
+        for name in self._ended:
+            last.pop(name, None)
+        self._ended.clear()
         total = sum(record.num_tokens)
         self._counters["generation_tokens"] += drawn
         self._counters["num_preemptions"] += len(record.preemptions)
@@ -94,7 +98,7 @@ class LiveRecords(Records):
         )
 
     def add_request(self, record: RequestRecord) -> None:
-        self._last_token.pop(record.request_id, None)
+        self._ended.append(record.request_id)
         reason = record.finish_reason
         self._finished[reason] = self._finished.get(reason, 0) + 1
         self._counters["prefix_cache_queries"] += record.prompt_tokens

@@ -18,6 +18,7 @@ import msgspec
 
 from research_engine.engine.contract import TokenLogprobs
 from research_engine.engine.sampling_params import SamplingParams
+from research_engine.engine.structured import StructuredOutputsParams
 
 
 class Add(msgspec.Struct, array_like=True, tag="add", gc=False):
@@ -28,7 +29,7 @@ class Add(msgspec.Struct, array_like=True, tag="add", gc=False):
         request_id: the engine's name for it, which errors and records carry.
         sampling: `encode_sampling` of its parameters.
         stream: whether text goes out as it comes, or all at once at the end.
-        sent: `time.perf_counter()` of the HTTP process when the request arrived.
+        arrived: `time.perf_counter()` when its HTTP request came; on one machine all processes share that clock.
     """
 
     key: int
@@ -36,7 +37,7 @@ class Add(msgspec.Struct, array_like=True, tag="add", gc=False):
     prompt: list[int]
     sampling: bytes
     stream: bool
-    sent: float
+    arrived: float
     priority: int = 0
     client: str = ""
 
@@ -197,7 +198,10 @@ def encode_sampling(sampling: SamplingParams) -> bytes:
 @lru_cache(maxsize=1024)
 def decode_sampling(encoded: bytes) -> SamplingParams:
     """The parameters again. Requests of one load share theirs, which are frozen."""
-    return SamplingParams(**msgspec.msgpack.decode(encoded, strict=False))
+    values = msgspec.msgpack.decode(encoded, strict=False)
+    if "structured_outputs" in values:
+        values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
+    return SamplingParams(**values)
 
 
 class EngineEnd:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from scipy.optimize import nnls
@@ -28,6 +28,7 @@ from .cost_model import Work, work_of_record
 from .curve import Curve
 from .profiled import Profile, ProfiledCost
 
+T = TypeVar("T")
 HOLD_OUT_EVERY = 5
 MIN_STEPS = 40
 STEPS_PER_KNOT = 5
@@ -38,16 +39,23 @@ _NEAR_ONE = 0.05  # weight of "a measured part is right as it is" in the last fi
 
 
 class Sample(NamedTuple):
-    """One measured step: what it asked of the device, and seconds of the executor and of the host around it."""
+    """One measured step.
+
+    Attributes:
+        work: what it asked of the device.
+        execute: seconds of the device, which nothing hides.
+        host: seconds of the host beside it, which an engine that runs ahead hides.
+    """
 
     work: Work
     execute: float
     host: float
 
     @classmethod
-    def of(cls, record: StepRecord) -> Sample:
+    def of(cls, record: StepRecord, handover: float = 0.0) -> Sample:
+        """A recorded step; of its execution, `handover` seconds were the host's: preparing inputs and launching."""
         host = record.committed - record.started + record.finished - record.executed
-        return cls(work_of_record(record), record.executed - record.committed, host)
+        return cls(work_of_record(record), record.executed - record.committed - handover, host + handover)
 
     @property
     def total(self) -> float:
@@ -97,20 +105,20 @@ class Basis:
             rows.append(row)
         return np.array(rows).reshape(len(rows), columns)
 
-    def profile(self, values: Sequence[float], model: str, machine: Mapping[str, str]) -> Profile:
+    def profile(self, values: Iterable[float], model: str, machine: Mapping[str, str]) -> Profile:
         """The profile whose unknowns are `values`."""
         at = iter(float(value) for value in values)
         base = next(at)
         dense = _heights(base, [next(at) for _ in self.dense[1:]], self.dense)
         head = _heights(0.0, [next(at) for _ in self.head], (0.0, *self.head))
-        decode = [next(at) for _ in range(4)]
-        rates = {(chunk, before): next(at) for chunk in self.chunks for before in self.befores}
+        a, b, c, d = (next(at) for _ in range(4))
+        rates: dict[tuple[float, ...], float] = {(t, k): next(at) for t in self.chunks for k in self.befores}
         return Profile(
             model=model,
             machine=machine,
             dense=Curve(zip(self.dense, dense, strict=True)),
             head=Curve(zip((0.0, *self.head), head, strict=True)),
-            attention=AttentionFormula(*decode, prefill=rates),
+            attention=AttentionFormula(a, b, c, d, rates),
             block_move=(next(at), next(at)),
             block_copy=(next(at), next(at)),
         )
@@ -126,18 +134,17 @@ def fit_profile(steps: Sequence[StepRecord], *, model: str, machine: Mapping[str
         model, machine: as `Profile` stores them.
 
     Raises:
-        ValueError: too few steps, or one that took no time.
+        ValueError: as `recorded_samples`.
     """
-    training, held = split_steps(steps)
-    samples = [Sample.of(step) for step in training]
-    draws = sorted(sample.work.draws for sample in samples)
-    basis = Basis(tuple(_knots(sorted(sample.work.tokens for sample in samples))), (float(max(1, draws[-1])),))
+    training, held = every_fifth(recorded_samples(steps))
+    draws = sorted(sample.work.draws for sample in training)
+    basis = Basis(tuple(_knots(sorted(sample.work.tokens for sample in training))), (float(max(1, draws[-1])),))
     profile = replace(
-        fit_samples(samples, basis, model=model, machine=machine),
-        host=fit_host(samples),
-        origin=f"fitted to {len(samples)} recorded steps",
+        fit_samples(training, basis, model=model, machine=machine),
+        host=fit_host(training),
+        origin=f"fitted to {len(training)} recorded steps",
     )
-    return replace(profile, held_out=step_error(profile, held))
+    return replace(profile, held_out=sample_error(profile, held))
 
 
 def fit_samples(samples: Sequence[Sample], basis: Basis, *, model: str, machine: Mapping[str, str]) -> Profile:
@@ -158,7 +165,7 @@ def fit_host(samples: Sequence[Sample]) -> tuple[float, float]:
     return float(a), float(b)
 
 
-def refine(profile: Profile, steps: Sequence[StepRecord]) -> Profile:
+def refine(profile: Profile, samples: Sequence[Sample]) -> Profile:
     """Fit a measured profile once more, to the steps of real runs: how much of each part they take, and host time.
 
     What designed batches cannot show (rows that stay from step to step, the policy's own time, caches that are warm)
@@ -166,15 +173,14 @@ def refine(profile: Profile, steps: Sequence[StepRecord]) -> Profile:
 
     Args:
         profile: measured; its attention is a formula.
-        steps: as `fit_profile` takes them.
+        samples: of ordinary serving.
 
     Raises:
-        ValueError: as `fit_profile`; or attention is a table.
+        ValueError: attention is a table.
     """
     if not isinstance(profile.attention, AttentionFormula):
         raise ValueError("only a profile whose attention is a formula can be refined; this one has a table")
-    training, held = split_steps(steps)
-    samples = [Sample.of(step) for step in training]
+    samples, held = every_fifth(samples)
     bare = ProfiledCost(replace(profile, host=(0.0, 0.0)))
     rows = np.array([[*bare.parts(sample.work), 1.0, sample.work.sequences] for sample in samples])
     times = np.array([sample.total for sample in samples])
@@ -198,7 +204,7 @@ def refine(profile: Profile, steps: Sequence[StepRecord]) -> Profile:
         host=(a, b),
         origin=f"{profile.origin}; refined on {len(samples)} recorded steps",
     )
-    return replace(refined, held_out=step_error(refined, held))
+    return replace(refined, held_out=sample_error(refined, held))
 
 
 def step_error(profile: Profile, steps: Iterable[StepRecord]) -> dict[str, float]:
@@ -231,11 +237,11 @@ def sample_error(profile: Profile, samples: Sequence[Sample], *, host: bool = Tr
     }
 
 
-def split_steps(steps: Sequence[StepRecord]) -> tuple[list[StepRecord], list[StepRecord]]:
-    """Those to fit and, every fifth, those to hold out; steps without rows are in neither.
+def recorded_samples(steps: Sequence[StepRecord]) -> list[Sample]:
+    """The steps with rows.
 
     Raises:
-        ValueError: fewer than 40, or one that took no time.
+        ValueError: fewer than 40, one that took no time, or one that began before the one before it had ended.
     """
     used = [step for step in steps if step.request_ids]
     if len(used) < MIN_STEPS:
@@ -243,10 +249,14 @@ def split_steps(steps: Sequence[StepRecord]) -> tuple[list[StepRecord], list[Ste
     for step in used:
         if not step.finished - step.started > 0 or not step.executed - step.committed > 0:
             raise ValueError(f"step {step.step} took {step.finished - step.started} s; real steps take time")
-    return every_fifth(used)
+    for before, step in pairwise(used):
+        if before.step + 1 == step.step and step.started < before.executed:
+            rule = "a fit needs a run without overlap, where a step's time is its own"
+            raise ValueError(f"step {step.step} began before step {before.step} was done: {rule}")
+    return [Sample.of(step) for step in used]
 
 
-def every_fifth(items: Sequence) -> tuple[list, list]:
+def every_fifth(items: Sequence[T]) -> tuple[list[T], list[T]]:
     """The rest, and every fifth."""
     rest = [item for at, item in enumerate(items) if at % HOLD_OUT_EVERY != HOLD_OUT_EVERY - 1]
     return rest, list(items[HOLD_OUT_EVERY - 1 :: HOLD_OUT_EVERY])

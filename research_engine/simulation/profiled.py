@@ -128,6 +128,11 @@ class ProfiledCost:
     def seconds(self, batch: Batch) -> float:
         return self.price(work_of(batch))
 
+    def host_seconds(self, batch: Batch) -> float:
+        """What of it the host takes."""
+        a, b = self.profile.host
+        return a + b * len(batch.rows)
+
     def price(self, work: Work) -> float:
         """Seconds of a step with these features."""
         profile = self.profile

@@ -112,6 +112,10 @@ class RooflineCost:
     def seconds(self, batch: Batch) -> float:
         return self.price(work_of(batch))
 
+    def host_seconds(self, batch: Batch) -> float:
+        """What of it the host takes."""
+        return self.gpu.host_seconds + self.gpu.host_seconds_per_sequence * len(batch.rows)
+
     def price(self, work: Work) -> float:
         """Seconds of a step with these features."""
         return (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from research_engine.bench.load import LoadBenchOptions, main
+from research_engine.bench.loading import LoadBenchOptions, main
 from research_engine.loading import LoadError
 from tests.models.tiny_llama import make_reference, saved
 
