@@ -66,8 +66,8 @@ class ShardedCheckpoint(ABC):
         tensor = self.read_raw(name, device)
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise LoadError(
-                f"{self.location}: tensor {name!r} has the dtype {tensor.dtype}; weights must be floats, or described by "
-                "quantization_config"
+                f"{self.location}: tensor {name!r} has the dtype {tensor.dtype}; weights must be floats, or described "
+                "by quantization_config"
             )
         return tensor
 

@@ -8,8 +8,8 @@ from typing import Any
 from research_engine.models.config import ModelConfig
 from research_engine.models.errors import ConfigError
 from research_engine.models.families import names_of
-from research_engine.models.quantization import quantization_from_hf
 from research_engine.models.hf_rope import gemma3_ropes, longest_sequence, rope_from_hf
+from research_engine.models.quantization import quantization_from_hf
 from research_engine.models.reading import ids, mapping, need, refuse_others, take
 
 ACTIVATIONS = {
