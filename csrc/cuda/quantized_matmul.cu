@@ -23,8 +23,13 @@ int64_t count_runs(int64_t total_units, int device) {
   return std::min<int64_t>(total_units, kBlocksPerMultiprocessor * multiprocessors);
 }
 
-int64_t counter_floats(int64_t tokens, int64_t columns) {
-  return ceil_div(token_tiles(tokens) * (columns / kTileColumns), kCounterMultiple) * kCounterMultiple;
+// Rows of x that one launch takes: each tile of them has a counter for every tile of columns.
+int64_t rows_at_once(int64_t padded_columns) {
+  const int64_t column_tiles = padded_columns / kTileColumns;
+  if (column_tiles > kMatmulCounters) {
+    throw std::invalid_argument("quantized_matmul: a weight has at most " + std::to_string(kMatmulCounters * kTileColumns) + " columns");
+  }
+  return kMatmulCounters / column_tiles * 16;
 }
 
 __device__ inline float element_value(QuantizedKind kind, const uint32_t (&words)[4], int part, int half, int i) {
@@ -74,9 +79,10 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 int64_t quantized_matmul_workspace(QuantizedKind kind, int64_t tokens, int64_t columns, int64_t depth, int device) {
+  tokens = std::min(tokens, rows_at_once(columns));
   const int64_t total = columns / kTileColumns * ceil_div(depth, unit_depth(kind));
   const int64_t sums = kTileColumns * (tokens <= 8 ? 8 : 16);
-  return counter_floats(tokens, columns) + token_tiles(tokens) * count_runs(total, device) * 2 * sums;
+  return kMatmulCounters + token_tiles(tokens) * count_runs(total, device) * 2 * sums;
 }
 
 void quantized_matmul(const QuantizedMatmul& args, Stream stream) {
@@ -87,15 +93,12 @@ void quantized_matmul(const QuantizedMatmul& args, Stream stream) {
   }
   const DeviceGuard guard(args.x.device, kMatmul);
   MatmulParams p{};
-  p.x = args.x.ptr<const char>();
   p.scales = w.scales.ptr<const char>();
   p.offsets = w.offsets.ptr<const char>();
-  p.out = args.out.ptr<char>();
   p.weight = w.weight.ptr<const uint4>();
   p.zeros = w.zeros.ptr<const uint8_t>();
   p.x_stride = args.x.strides[0];
   p.out_stride = args.out.strides[0];
-  p.tokens = static_cast<int>(args.x.shape[0]);
   p.columns = static_cast<int>(args.out.shape[1]);
   p.depth = static_cast<int>(args.x.shape[1]);
   p.padded_columns = static_cast<int>(w.scales.shape[1]);
@@ -118,17 +121,23 @@ void quantized_matmul(const QuantizedMatmul& args, Stream stream) {
   p.run_units = static_cast<int>(total / p.runs);
   p.longer_runs = static_cast<int>(total % p.runs);
   p.scale_dtype = w.scales.dtype;
-  const int64_t needed = quantized_matmul_workspace(w.kind, p.tokens, p.padded_columns, p.depth, args.x.device);
+  const int64_t tokens = args.x.shape[0], step = rows_at_once(p.padded_columns);
+  const int64_t needed = quantized_matmul_workspace(w.kind, tokens, p.padded_columns, p.depth, args.x.device);
   if (!args.workspace || args.workspace.numel() < needed) {
     throw std::invalid_argument("quantized_matmul: a workspace of " + std::to_string(needed) + " float32 is needed, got " +
                                 std::to_string(args.workspace ? args.workspace.numel() : 0));
   }
   p.counters = args.workspace.ptr<int>();
-  p.partials = args.workspace.ptr<float>() + counter_floats(p.tokens, p.padded_columns);
-  switch (w.kind) {
-    case QuantizedKind::int4: return launch_quantized_matmul<QuantizedKind::int4>(p, args.x.dtype, stream);
-    case QuantizedKind::int8: return launch_quantized_matmul<QuantizedKind::int8>(p, args.x.dtype, stream);
-    case QuantizedKind::float8: return launch_quantized_matmul<QuantizedKind::float8>(p, args.x.dtype, stream);
+  p.partials = args.workspace.ptr<float>() + kMatmulCounters;
+  for (int64_t row = 0; row < tokens; row += step) {
+    p.x = args.x.ptr<const char>() + 2 * row * p.x_stride;
+    p.out = args.out.ptr<char>() + 2 * row * p.out_stride;
+    p.tokens = static_cast<int>(std::min(step, tokens - row));
+    switch (w.kind) {
+      case QuantizedKind::int4: launch_quantized_matmul<QuantizedKind::int4>(p, args.x.dtype, stream); break;
+      case QuantizedKind::int8: launch_quantized_matmul<QuantizedKind::int8>(p, args.x.dtype, stream); break;
+      case QuantizedKind::float8: launch_quantized_matmul<QuantizedKind::float8>(p, args.x.dtype, stream); break;
+    }
   }
 }
 

@@ -37,7 +37,7 @@ namespace research_engine::cuda {
 
 constexpr int kTileColumns = 128, kUnitBytes = 16384, kUnitVectors = kUnitBytes / 16;
 constexpr int kMatmulThreads = 256, kStages = 3, kBlocksPerMultiprocessor = 2;
-constexpr int kCounterMultiple = 64;  // the partial sums behind the counters stay aligned
+constexpr int kMatmulCounters = 16384;  // int32, at the begin of every workspace: what follows may hold anything
 
 constexpr int unit_depth(QuantizedKind kind) { return kind == QuantizedKind::int4 ? 256 : 128; }
 
@@ -46,7 +46,7 @@ struct MatmulParams {
   char* out;
   const uint4* weight;
   const uint8_t* zeros;
-  int* counters;    // [token tiles, column tiles], zero between launches
+  int* counters;    // [token tiles, column tiles], at most kMatmulCounters, zero between launches
   float* partials;  // [token tiles, runs, 2, a tile's sums]
   int64_t x_stride, out_stride;  // in elements
   int tokens, columns, depth, padded_columns;

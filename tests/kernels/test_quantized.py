@@ -187,6 +187,19 @@ def test_the_same_call_gives_the_same_bits(device: str) -> None:
     assert all(torch.equal(kernels.quantized_matmul(x, weight), first) for _ in range(50))
 
 
+@pytest.mark.gpu
+def test_one_workspace_serves_weights_and_rows_of_all_sizes(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("the CPU kernel takes no workspace")
+    weights = [random_weight("int4", n, 512, 64, device=device) for n in (100, 3000, 700)]
+    workspace = torch.zeros(max(kernels.quantized_matmul_workspace(w, 60) for w in weights), device=device)
+    for rows in (3, 60, 9):
+        x = torch.randn(rows, 512, device=device, dtype=torch.bfloat16)
+        for weight in weights:
+            out = kernels.quantized_matmul(x, weight, workspace=workspace)
+            assert_close(out, kernels.reference.quantized_matmul(x, weight), x, weight)
+
+
 def test_nan_in_x_stays_in_its_row(device: str) -> None:
     weight = random_weight("int4", 70, 64, 32, device=device)
     x = torch.ones(3, 64, device=device, dtype=DTYPES[device][0])
