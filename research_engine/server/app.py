@@ -6,12 +6,10 @@ the endpoints that only read are FastAPI's. Keys, limits, request ids and the sh
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import importlib.util
 import logging
 import re
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -43,7 +41,6 @@ POSTS: dict[str, Callable[[ServerContext, Call], Awaitable[None]]] = {
     "/detokenize": detokenize,
 }
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
-_SWEEP_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -55,14 +52,12 @@ class Access:
         protects_all: every path but /health needs a key.
         max_body_bytes: of a request.
         max_header_bytes: of a request's head.
-        client_seconds: how long a client may leave what was sent to it unread.
     """
 
     api_keys: Sequence[str] = ()
     protects_all: bool = False
     max_body_bytes: int = 32 * 2**20
     max_header_bytes: int = 65536
-    client_seconds: float = 300.0
 
 
 class ServerApp:
@@ -73,13 +68,11 @@ class ServerApp:
         self._access = access
         self._keys = [key.encode() for key in access.api_keys]
         self._rest = _fastapi(context, resolved or {})
-        self._calls: set[Call] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         call = Call(scope, receive, send, _request_id(scope))
-        self._calls.add(call)
         try:
             await self._answer(call, receive, send)
         except ApiError as error:
@@ -95,30 +88,6 @@ class ServerApp:
                 call.cut()
             else:
                 await call.reply(ApiError(500, "the server failed at this request", code="internal_error").body(), 500)
-        finally:
-            self._calls.discard(call)
-
-    async def sweep(self) -> None:
-        """Cut clients that do not read, again and again; runs as a task beside the server."""
-        while True:
-            await asyncio.sleep(_SWEEP_SECONDS)
-            before = time.monotonic() - self._access.client_seconds
-            for call in list(self._calls):
-                if call.writing_since is not None and call.writing_since < before:
-                    log.warning(
-                        "request %s: its client has not read for %g s", call.request_id, self._access.client_seconds
-                    )
-                    call.cut()
-
-    def cut_all(self) -> None:
-        """Close every connection at once."""
-        for call in list(self._calls):
-            call.cut()
-
-    @property
-    def num_calls(self) -> int:
-        """HTTP requests being answered."""
-        return len(self._calls)
 
     async def _answer(self, call: Call, receive: Receive, send: Send) -> None:
         scope, access = call.scope, self._access

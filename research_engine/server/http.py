@@ -35,10 +35,9 @@ class Call:
         request_id: the client's X-Request-Id, or one made here; goes back in the answer.
         body: once `read_body` has been called.
         arrived: `time.perf_counter()` when its headers were complete.
-        writing_since: when the write in progress began; None while none is.
     """
 
-    __slots__ = ("_receive", "_send", "_watcher", "arrived", "body", "request_id", "scope", "started", "writing_since")
+    __slots__ = ("_receive", "_send", "_watcher", "arrived", "body", "request_id", "scope", "started")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
         self.scope = scope
@@ -49,7 +48,6 @@ class Call:
         self.arrived = time.perf_counter()
         self.body = b""
         self.started = False
-        self.writing_since: float | None = None
 
     def header(self, name: bytes) -> bytes | None:
         """The first header of that name (lower case)."""
@@ -136,15 +134,11 @@ class Call:
 
     async def write(self, events: bytes) -> None:
         """Send events; waits while the client has not read what was sent before."""
-        self.writing_since = time.monotonic()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
-        self.writing_since = None
 
     async def end_events(self, events: bytes = DONE) -> None:
         """Send the last events and end the answer."""
-        self.writing_since = time.monotonic()
         await self._send({"type": "http.response.body", "body": events})
-        self.writing_since = None
 
 
 def _too_large(limit: int, *headers: tuple[bytes, bytes]) -> ApiError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -13,17 +14,22 @@ TRANSPORT = "research_engine.transport"
 """Where a request's scope has its connection, so that one whose client does not read can be cut."""
 
 
+log = logging.getLogger("research_engine.server")
+
+
 class BoundedProtocol(HttpToolsProtocol):
-    """Head of a request bounded in bytes and in time."""
+    """A request's head is bounded in bytes and in time, and so is the time that what was sent stays unread."""
 
     max_header_bytes = 65536
     header_seconds = 20.0
+    client_seconds = 300.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in_head = True
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -37,7 +43,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_ended()
+        self._reads_again()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._unread_timer = self.loop.call_later(self.client_seconds, self._cut)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._reads_again()
+        super().resume_writing()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -53,6 +68,15 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _reads_again(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
+    def _cut(self) -> None:
+        log.warning("a client is cut: it has not read for %g s", self.client_seconds)
+        self.transport.abort()
 
     def _refuse(self, answer: bytes) -> None:
         self._head_ended()

@@ -64,6 +64,11 @@ class _HttpServer(uvicorn.Server):
         super().__init__(config)
         self._on_started = on_started
 
+    def cut_all(self) -> None:
+        """Close every connection at once, whatever is still to be sent."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_started()
@@ -103,16 +108,13 @@ class Serving:
                 client, tokenizer, names, server.max_logprobs, server.enable_prompt_tokens_details
             )
             access = Access(
-                server.api_key, server.protect_all, int(server.max_body_mib * 2**20), int(server.max_header_kib * 1024),
-                server.client_timeout,
-            )  # fmt: skip
+                server.api_key, server.protect_all, int(server.max_body_mib * 2**20), int(server.max_header_kib * 1024)
+            )
             self._app = ServerApp(self._context, access, resolved)
             written = _write_resolved(resolved, server)
             self._http = _HttpServer(self._uvicorn_config(access), lambda: self._announce(bound, written))
             self._handle_signals()
-            sweep = asyncio.create_task(self._app.sweep())
             await self._http.serve(sockets=[bound])
-            sweep.cancel()
             for task in self._tasks:
                 task.cancel()
         finally:
@@ -131,10 +133,10 @@ class Serving:
             from starlette.middleware.cors import CORSMiddleware
 
             app = CORSMiddleware(app, allow_origins=server.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-        protocol = type("Protocol", (BoundedProtocol,), {"max_header_bytes": access.max_header_bytes})
+        bounds = {"max_header_bytes": access.max_header_bytes, "client_seconds": server.client_timeout}
         return uvicorn.Config(
             app,
-            http=protocol,
+            http=type("Protocol", (BoundedProtocol,), bounds),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -158,7 +160,7 @@ class Serving:
     def _on_signal(self, number: int) -> None:
         """The first signal drains, a second one ends at once."""
         if self._context.draining:
-            self._app.cut_all()
+            self._http.cut_all()
             return
         seconds = self._options.server.shutdown_timeout
         log.info("%s: running requests have %g s", signal.Signals(number).name, seconds)
@@ -174,7 +176,7 @@ class Serving:
         await asyncio.sleep(seconds)
         self._context.client.abort_all(RefusedError("shutdown", "the server ended before the answer was whole"))
         await asyncio.sleep(_LAST_SECONDS)
-        self._app.cut_all()
+        self._http.cut_all()
 
     def _on_engine_death(self) -> None:
         if self._context.draining:

@@ -41,8 +41,10 @@ def test_a_client_that_leaves_takes_its_request_with_it(slow: LiveServer, stream
 
 
 def test_beyond_the_queues_limit_a_request_is_refused_at_once_and_told_when_to_return(slow: LiveServer) -> None:
-    held = [slow.send(stream=index % 2 == 0) for index in range(4)]
-    slow.wait_until(lambda stats: stats["running"] == 4)
+    held = []
+    for number in range(1, 5):  # one by one: those that come between two steps all wait
+        held.append(slow.send(stream=number % 2 == 0))
+        slow.wait_until(lambda stats, number=number: stats["running"] == number)
     held += [slow.send() for _ in range(2)]
     slow.wait_until(lambda stats: stats["waiting"] == 2)
     for streamed in (False, True):
