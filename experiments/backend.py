@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from research_engine.options import EngineOptions
 
 
+SIMULATION = ("gpu", "cost_model", "force_profile", "tensor_parallel_size")
+"""Settings that a simulation alone reads."""
+
+
 class Backend(Protocol):
     """Makes fresh engines for settings; `kind` is what tables call its results: real or simulated."""
 
@@ -99,7 +103,7 @@ class RealBackend:
 
 def model_identity(settings: TrialSettings) -> tuple[object, ...]:
     """Settings with the same identity run on the same loaded model."""
-    simulated = (settings.executor, settings.gpu, settings.profile)
+    simulated = (settings.executor, settings.gpu, settings.cost_model, settings.tensor_parallel_size)
     without = needs_no_tokenizer(settings)
     return (settings.model, settings.device, settings.dtype, settings.load_format, without, *simulated)
 
@@ -115,6 +119,6 @@ def needs_no_tokenizer(settings: TrialSettings) -> bool:
 def _options(settings: TrialSettings, seed: int = 0) -> EngineOptions:
     from research_engine.options import EngineOptions
 
-    exclude = {"warmup_requests", "workload", "slo", "decision_log", "executor", "gpu", "profile"}
+    exclude = {"warmup_requests", "workload", "slo", "decision_log", "executor", *SIMULATION}
     own = settings.model_dump(exclude=exclude)
     return EngineOptions(**own, seed=seed, skip_tokenizer_init=needs_no_tokenizer(settings))

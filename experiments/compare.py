@@ -178,7 +178,13 @@ def _print(found: Comparison, run_a: Path, run_b: Path) -> None:
         if not pairs:
             console.print(f"{title}: no difference")
             continue
-        table = Table(Column(no_wrap=True), f"A: {escape(str(run_a))}", f"B: {escape(str(run_b))}", title=title, title_justify="left")
+        table = Table(
+            Column(no_wrap=True),
+            f"A: {escape(str(run_a))}",
+            f"B: {escape(str(run_b))}",
+            title=title,
+            title_justify="left",
+        )
         for key, (one, other) in pairs.items():
             table.add_row(Text(key), *(Text("-" if value is None else str(value)) for value in (one, other)))
         console.print(table)

@@ -41,7 +41,9 @@ class TrialSettings(Settings):
         model ... enable_prefix_caching: see `research_engine.options.EngineOptions`; None takes its default.
         executor: "simulated" computes nothing: steps take the time that a cost model gives them, on a virtual clock.
         gpu: of a simulation: a sheet out of `simulation.gpu_sheet.available_sheets()`, or the path of a .json one.
-        profile: of a simulation: the path of a `simulation.profiled.Profile`; without one it is the roofline of `gpu`.
+        cost_model: of a simulation: "roofline" of `gpu`, or "profiled:FILE", a profile by `research-engine profile`.
+        force_profile: take a profile of another model, GPU or version all the same.
+        tensor_parallel_size: of a simulation on the roofline: GPUs that the model is divided over.
         warmup_requests: requests of the workload served at once, whole prompts and a few tokens each, and thrown away
             before a process's first trial of a cell. None takes as many as the run serves at once; a simulation has
             nothing to warm up.
@@ -70,7 +72,9 @@ class TrialSettings(Settings):
     enable_prefix_caching: bool = True
     executor: Literal["torch", "simulated"] = "torch"
     gpu: str | None = None
-    profile: str | None = None
+    cost_model: str = Field(default="roofline", pattern=r"^(roofline|profiled:.+)$")
+    force_profile: bool = False
+    tensor_parallel_size: int = Field(default=1, ge=1)
     warmup_requests: int | None = Field(default=None, ge=0)
     workload: WorkloadSettings = WorkloadSettings()
     slo: SLOSettings | None = None
@@ -84,13 +88,20 @@ class TrialSettings(Settings):
                 f"scheduler_params.token_budget = {budget} is above max_num_batched_tokens = "
                 f"{self.max_num_batched_tokens}: no step could hold such a chunk"
             )
-        if self.executor == "torch" and (self.gpu or self.profile):
-            raise ValueError("gpu and profile describe a simulation; set executor: simulated, or leave them out")
+        simulates = self.gpu or self.cost_model != "roofline" or self.tensor_parallel_size > 1
+        if self.executor == "torch" and (simulates or self.force_profile):
+            rule = "set executor: simulated, or leave them out"
+            raise ValueError(f"gpu, cost_model and tensor_parallel_size describe a simulation; {rule}")
         if self.executor == "simulated" and not (self.gpu or self.profile):
-            raise ValueError(
-                "executor: simulated needs gpu (the name of a GPU sheet, such as h200) or profile, or both"
-            )
+            both = "gpu (the name of a GPU sheet, such as h200), cost_model: profiled:FILE, or both"
+            raise ValueError(f"executor: simulated needs {both}")
         return self
+
+    @property
+    def profile(self) -> str | None:
+        """The file of a profiled cost model."""
+        kind, _, file = self.cost_model.partition(":")
+        return file if kind == "profiled" else None
 
 
 @dataclass(frozen=True)

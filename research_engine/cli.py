@@ -13,18 +13,43 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """`module:function`, whose typed parameters become the command's arguments and which returns an exit code."""
+    """`module:function`, whose typed parameters become the command's arguments and which returns an exit code.
+
+    One that `parses_itself` takes the words after the command instead.
+    """
 
     target: str
     summary: str
+    parses_itself: bool = False
 
 
 COMMANDS = {
+    "serve": Command(
+        "research_engine.server.serve:main", "a model over HTTP with OpenAI's protocol", parses_itself=True
+    ),
     "doctor": Command(
         "research_engine.doctor:main", "what was built, what this machine has, and what to do about the rest"
     ),
+    "memory": Command("research_engine.memory:main", "what a GPU's memory would go to, from config.json alone"),
+    # "chat": Command("research_engine.chat:main", "talk to a model in the terminal, over HTTP or in this process"),
+    "bench serve": Command(
+        "research_engine.bench.serve:main", "load on a server: latency, throughput, goodput, saturation point"
+    ),
+    "bench compare": Command("research_engine.bench.compare:main", "results of bench serve against each other"),
+    "bench client": Command(
+        "research_engine.bench.client_ceiling:main", "how much load bench serve can make and read on this machine"
+    ),
+    "bench throughput": Command(
+        "research_engine.bench.offline:throughput", "a pile of requests offline, alone or beside vLLM"
+    ),
+    "bench latency": Command(
+        "research_engine.bench.offline:latency", "time per output token and to the first, alone or beside vLLM"
+    ),
     "bench cpu": Command(
         "research_engine.bench.cpu:main", "decode and prefill against transformers; --loop: host time"
+    ),
+    "profile": Command(
+        "research_engine.calibration.profile:main", "measure this machine for the simulator: a profile with its error"
     ),
     "bench kernels": Command(
         "research_engine.bench.kernels:main", "the ops against the measured roofline, torch and other libraries"
@@ -52,6 +77,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
     try:
         function = _import(COMMANDS[name].target)
+        if COMMANDS[name].parses_itself:
+            return function(words[name.count(" ") + 1 :])
         return tyro.cli(function, prog=f"research-engine {name}", args=words[name.count(" ") + 1 :])
     except ValueError as error:  # the project's word for a wrong value, and the message says which
         print(f"research-engine {name}: {error}", file=sys.stderr)

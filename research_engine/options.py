@@ -21,6 +21,7 @@ LOAD_FORMATS = ("auto", "dummy")
 _KINDS: dict[str, tuple[Any, str]] = {
     "str": (str, "a text"),
     "bool": (bool, "True or False"),
+    "bool | None": ((bool, type(None)), "True, False or None"),
     "int": (int, "an integer"),
     "float": ((int, float), "a number"),
     "float | None": ((int, float, type(None)), "a number"),
@@ -59,7 +60,11 @@ class EngineOptions:
         seed: of dummy weights and of requests that bring none.
         skip_tokenizer_init: load no tokenizer; prompts are token ids, and no text is made.
         load_format: "dummy" fills the model with pseudo-random weights instead of its own.
+        trust_remote_code: run the code that a repository brings for its configuration and tokenizer; that for its model
+            is never run.
         check_integrity: balance the KV cache's books after every step.
+        overlap: schedule and launch a step while the device runs the one before it; None does on a GPU.
+        enforce_eager: no CUDA graphs: every step is launched kernel by kernel.
 
     Raises:
         OptionError: naming option, value and rule.
@@ -85,14 +90,18 @@ class EngineOptions:
     seed: int = 0
     skip_tokenizer_init: bool = False
     load_format: str = "auto"
+    trust_remote_code: bool = False
     check_integrity: bool = False
+    overlap: bool | None = None
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
         for entry in fields(self):
             value, kind = getattr(self, entry.name), _KINDS.get(str(entry.type))
-            if kind is not None and not (isinstance(value, kind[0]) and isinstance(value, bool) == (kind[0] is bool)):
+            misused = isinstance(value, bool) and not str(entry.type).startswith("bool")
+            if kind is not None and (misused or not isinstance(value, kind[0])):
                 raise OptionError(f"{entry.name} = {value!r}: must be {kind[1]}")
         for name, valid in (("dtype", DTYPES), ("load_format", LOAD_FORMATS), ("reservation", RESERVATIONS)):
             value = getattr(self, name)

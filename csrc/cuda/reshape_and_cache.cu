@@ -75,7 +75,8 @@ void write_rows(const TensorView& key, const TensorView& value, const TensorView
 }  // namespace
 
 void reshape_and_cache(TensorView key, TensorView value, TensorView key_cache, TensorView value_cache,
-                       TensorView slot_mapping, Stream stream) {
+                       TensorView slot_mapping, TensorView, TensorView, Stream stream) {
+  if (key_cache.dtype != key.dtype) throw std::invalid_argument("reshape_and_cache: caches of fp8 and int8 have no CUDA kernel");
   if (slot_mapping.shape[0] == 0 || key.numel() == 0) return;
   const DeviceGuard guard(key.device, kOp);
   if (rows_aligned(key, key_cache) && rows_aligned(value, value_cache)) {

@@ -109,6 +109,9 @@ def _blocks_bytes(sizes: Sizes, element_size: int) -> int:
     return 2 * sizes["P"] * sizes["layers"] * sizes["Hkv"] * sizes["block"] * sizes["D"] * element_size
 
 
+SAMPLING_PATHS = ("greedy", "plain", "top_k_top_p", "top_p", "all")
+
+
 def swap_work(sizes: Sizes, element_size: int, path: str) -> Work:
     """Over the link between GPU and host a byte counts once, in memory alone twice."""
     moved = _blocks_bytes(sizes, element_size)
@@ -210,6 +213,16 @@ OPS: dict[str, Op] = {
         swap_work,
         problems.make_swap_blocks,
         cuda_paths=("out", "in"),
+        all_paths=True,
+    ),
+    "sample": Op(
+        "SxV",
+        ("1x131072", "32x131072", "256x131072"),
+        ("16x49152",),
+        lambda s, e, path: Work(s["S"] * s["V"] * e, 10 * s["S"] * s["V"], "read"),
+        problems.make_sample,
+        cuda_paths=SAMPLING_PATHS,
+        cpu_paths=SAMPLING_PATHS,
         all_paths=True,
     ),
 }

@@ -195,6 +195,8 @@ class Batch:
         swap_in: (host block, device block) pairs.
         copies: (source, destination) device block pairs, for copy on write.
         admitted: requests that were waiting (or swapped) until this step.
+        received: (request, n): the KV of its first n tokens was computed elsewhere, and the executor has to bring it
+            into the request's blocks before it computes the rows.
         preempted: what each preemption cost.
     """
 
@@ -208,6 +210,7 @@ class Batch:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
+    received: list[tuple[Request, int]] = field(default_factory=list)
     preempted: list[PreemptionRecord] = field(default_factory=list)
 
 

@@ -27,8 +27,10 @@ from .request import RUNNING, UNKNOWN_TOKEN, Request, Status
 from .request_group import continuation_ids, make_group
 from .request_rules import check_request
 from .sampling_params import SamplingParams
+from .structured import TokenConstraint
 from .text import DecodeStream
-from .token_output import TokenOutput, take_token
+from .token_output import TokenOutput as TokenOutput
+from .token_output import take_token
 
 Answer = TypeVar("Answer")
 
@@ -43,6 +45,7 @@ class Engine:
         clock: real or virtual time; a MonotonicClock when None.
         records: where the records of steps and requests go; in memory when None.
         decode_stream: makes a text decoder for a request; None serves token ids alone.
+        constrain: makes the constraint of a request with structured_outputs; None refuses those.
         decisions: takes down every decision of the scheduler, for explanations and replay.
 
     Attributes:
@@ -59,6 +62,7 @@ class Engine:
         clock: Clock | None = None,
         records: Records | None = None,
         decode_stream: Callable[[SamplingParams], DecodeStream] | None = None,
+        constrain: Callable[[SamplingParams], TokenConstraint | None] | None = None,
         decisions: DecisionLog | None = None,
     ) -> None:
         self.config = config
@@ -74,7 +78,7 @@ class Engine:
         if decisions is not None:
             decisions.policy = self._policy.name
         self._progress = ProgressGuard(config.stall_limit)
-        self._decode_stream = decode_stream
+        self._decode_stream, self._constrain = decode_stream, constrain
         self._num_added = 0
         self._in_flight: tuple[Batch, Pending, StepRecord] | None = None  # handed over, its tokens not yet emitted
         self._early: list[TokenOutput] = []  # emitted between two steps
@@ -96,11 +100,13 @@ class Engine:
         client: str = "",
         deadline: float | None = None,
         predicted_tokens: int | None = None,
+        computed_tokens: int = 0,
     ) -> list[Request]:
         """Queue a prompt; with n > 1 it becomes n requests `id/0`, `id/1` ... that share the prompt's blocks.
 
         Args:
             arrival_time: scheduled arrival in clock seconds; now when None.
+            computed_tokens: leading tokens of the prompt whose KV was computed elsewhere and comes with the request.
 
         Returns:
             The continuations, n of them.
@@ -109,12 +115,13 @@ class Engine:
             RequestError: it could never be served; says which value breaks which limit. Nothing was queued.
             QueueFullError: max_num_queued requests wait already. Nothing was queued.
         """
-        max_tokens = check_request(request_id, prompt_token_ids, sampling, self.config)
+        max_tokens = check_request(request_id, prompt_token_ids, sampling, self.config, computed_tokens)
         self.queues.check(request_id, continuation_ids(request_id, sampling.n), self.config)
         group = make_group(
             request_id, prompt_token_ids, sampling, self.config, first_index=self._num_added, max_tokens=max_tokens,
             arrival_time=self.clock.now() if arrival_time is None else arrival_time, priority=priority, client=client,
-            deadline=deadline, predicted_tokens=predicted_tokens, decode_stream=self._decode_stream,
+            deadline=deadline, predicted_tokens=predicted_tokens, arriving=computed_tokens,
+            decode_stream=self._decode_stream, constrain=self._constrain,
         )  # fmt: skip
         self._num_added += len(group)
         self.queues.add(group)

@@ -101,6 +101,8 @@ class KVCache:
 
         Looked up anew at every call. At least one token is left to compute, for its logits. Does not change the cache.
         """
+        if request._arriving:
+            return (), request._arriving  # takes blocks of its own, which its KV is brought into
         sibling = request.sibling
         shared = request._num_prompt - 1
         drew_none = request._computed == 0 and len(request._tokens) == request._num_prompt
@@ -248,8 +250,11 @@ class KVCache:
             blocks, num_tokens = hits[request.id]
             request._block_ids = list(blocks)
             request._computed = num_tokens
-            request._published = num_tokens // self.block_size
-            if request._first_scheduled_time is None:
+            request._published = min(len(blocks), num_tokens // self.block_size)
+            if request._arriving:
+                batch.received.append((request, num_tokens))
+                request._arriving = 0
+            elif request._first_scheduled_time is None:
                 request._cached_tokens = num_tokens
         request._status = Status.RUNNING
         self.num_running += 1

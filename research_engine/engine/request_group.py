@@ -8,6 +8,7 @@ from .config import EngineConfig
 from .errors import RequestError
 from .request import Request
 from .sampling_params import SamplingParams
+from .structured import TokenConstraint
 from .text import DecodeStream, TextAssembler
 
 
@@ -29,13 +30,16 @@ def make_group(
     client: str,
     deadline: float | None,
     predicted_tokens: int | None,
+    arriving: int,
     decode_stream: Callable[[SamplingParams], DecodeStream] | None,
+    constrain: Callable[[SamplingParams], TokenConstraint | None] | None,
 ) -> list[Request]:
     """The n continuations of a prompt; all but the first may share the first one's blocks.
 
     Args:
         first_index: of the first one in the order of all requests ever added; continuation i has first_index + i and,
             unless the sampling brings a seed, one made of the engine's seed and first_index.
+        arriving: leading tokens whose KV comes with the request.
         others: as `Engine.add_request` takes them.
     """
     seed = sampling.seed if sampling.seed is not None else (config.seed << 32) + first_index
@@ -60,7 +64,9 @@ def make_group(
                 group_id=request_id,
                 sibling=group[0] if group else None,
                 text=_text_of(own, decode_stream),
+                constraint=_constraint_of(own, constrain),
                 index=first_index + index,
+                arriving=arriving,
             )
         )
     return group
@@ -79,3 +85,16 @@ def _text_of(
         include_stop=sampling.include_stop_str_in_output,
         min_tokens=sampling.min_tokens,
     )
+
+
+def _constraint_of(
+    sampling: SamplingParams, constrain: Callable[[SamplingParams], TokenConstraint | None] | None
+) -> TokenConstraint | None:
+    if sampling.structured_outputs is None:
+        return None
+    if constrain is None:
+        raise RequestError("structured_outputs needs a tokenizer, and this engine has none")
+    try:
+        return constrain(sampling)
+    except ValueError as error:
+        raise RequestError(str(error)) from error

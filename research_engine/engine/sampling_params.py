@@ -7,6 +7,8 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from .structured import StructuredOutputsParams
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -33,6 +35,7 @@ class SamplingParams:
         detokenize: whether text is made; without it stop strings are refused.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string in the text.
+        structured_outputs: the form that the output must have.
 
     Raises:
         ValueError: a value is outside its range; the message names the field, the value and the range.
@@ -58,6 +61,7 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
@@ -91,6 +95,9 @@ class SamplingParams:
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop holds {text!r}; every stop must be a string that is not empty")
+        form = self.structured_outputs
+        if form is not None and not isinstance(form, StructuredOutputsParams):
+            raise ValueError(f"structured_outputs = {form!r}: must be a StructuredOutputsParams")
         if stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True: they are looked for in the text")
         for token_id in self.stop_token_ids:
@@ -111,7 +118,7 @@ class SamplingParams:
     @property
     def needs_history(self) -> bool:
         """Whether a draw depends on which tokens came before it beyond what the model sees."""
-        return self.needs_penalties
+        return self.needs_penalties or self.structured_outputs is not None
 
     def for_continuation(self, index: int, seed: int) -> SamplingParams:
         """The parameters of continuation `index` of n: one stream, its own seed."""

@@ -40,6 +40,9 @@ def take_token(request: Request, token_id: int, now: float) -> tuple[str, str | 
             delta = text.push(token_id)
         if text.stopped_by is not None:
             reason = "stop"
+    if reason is None and request.constraint is not None:
+        request.constraint.advance(token_id)
+        reason = request.constraint.ended
     if reason is None and len(tokens) >= request._length_limit:
         reason = "length"
     if reason is not None and text is not None:

@@ -12,7 +12,15 @@ from research_engine.kernels.attention import paged_attention, paged_attention_w
 from research_engine.kernels.build_info import build_info
 from research_engine.kernels.cache import copy_blocks, reshape_and_cache, swap_blocks
 from research_engine.kernels.norm import fused_add_rms_norm, rms_norm
+from research_engine.kernels.quantized import (
+    QuantizedWeight,
+    dequantize_weight,
+    pack_weight,
+    quantized_matmul,
+    quantized_matmul_workspace,
+)
 from research_engine.kernels.rotary import rotary_embedding
+from research_engine.kernels.sampling import Sampled, sample, sample_workspace
 
 __all__ = [
     "paged_attention",
@@ -24,6 +32,14 @@ __all__ = [
     "fused_add_rms_norm",
     "rotary_embedding",
     "silu_and_mul",
+    "QuantizedWeight",
+    "pack_weight",
+    "quantized_matmul",
+    "quantized_matmul_workspace",
+    "dequantize_weight",
+    "sample",
+    "sample_workspace",
+    "Sampled",
     "reference",
     "build_info",
 ]

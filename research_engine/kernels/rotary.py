@@ -6,7 +6,7 @@ import torch
 
 from research_engine.kernels._checks import (
     check_dtype,
-    check_integers,
+    check_exactly,
     check_last_contiguous,
     check_rows,
     refuse,
@@ -59,7 +59,7 @@ def _check(
     if key.dim() != 3:
         refuse("key", key, "the shape has to be [T, Hkv, D]")
     check_rows("key", key, dtype, (shape[0], key.shape[1], shape[2]), "[T, Hkv, D]")
-    check_integers("positions", positions, torch.int64, shape[:1], "[T]")
+    check_exactly("positions", positions, torch.int64, shape[:1], "[T]")
     rotary_dim = cos_sin.shape[-1]
     if cos_sin.dim() != 2 or rotary_dim % 2 or rotary_dim > shape[2]:
         refuse(

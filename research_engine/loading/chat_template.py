@@ -31,8 +31,8 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError) as error:  # TypeError: it is no text
             raise ValueError(f"the chat template does not parse: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        """The conversation as one text.
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **variables: Any) -> str:
+        """The conversation as one text. ``variables`` are what the template may know besides, such as ``tools``.
 
         Raises:
             ValueError: a message lacks its role, or the template refuses the conversation or fails on it.
@@ -43,7 +43,8 @@ class ChatTemplate:
         if not messages:
             raise ValueError("a conversation needs at least one message")
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self._tokens)
+            known = {**variables, **self._tokens, "messages": messages, "add_generation_prompt": add_generation_prompt}
+            return self._template.render(known)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses this conversation: {error}") from error
         except (TypeError, KeyError, AttributeError) as error:

@@ -126,6 +126,21 @@ class SentencePieceStream:
         return text
 
 
+def token_bytes_of(backend: tokenizers.Tokenizer) -> Callable[[int], bytes]:
+    """What each token stands for, as bytes; nothing beyond the vocabulary."""
+    pieces = _Pieces(backend)
+    if backend.decoder is not None and json.loads(backend.decoder.__getstate__())["type"] == "ByteLevel":
+        return pieces.byte_run
+
+    def sentencepiece(token_id: int) -> bytes:
+        piece = pieces.piece(token_id) or ""
+        if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("▁", " ").encode()
+
+    return sentencepiece
+
+
 def decode_stream_factory(backend: tokenizers.Tokenizer) -> Callable[[bool], DecodeStream]:
     """The stream that equals this tokenizer's own decoder; the argument is ``skip_special_tokens``.
 

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from research_engine.loading.chat_template import ChatTemplate
-from research_engine.loading.detokenizer import DecodeStream, decode_stream_factory
+from research_engine.loading.detokenizer import DecodeStream, decode_stream_factory, token_bytes_of
 from research_engine.loading.dummy import BYTE_TOKENIZER_SPECIALS
 from research_engine.loading.errors import LoadError
 
@@ -30,6 +30,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: ids the tokenizer knows, added tokens included; the model's vocabulary may be padded beyond it.
+        base_vocab_size: without added tokens; a model must have an embedding for each of these.
         bos_token_id: begin of text, or None.
         eos_token_ids: tokens that end a text.
     """
@@ -46,6 +47,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.base_vocab_size: int = backend.get_vocab_size(with_added_tokens=False)
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         tokens = {
@@ -55,6 +57,7 @@ class Tokenizer:
         self._chat_template = None if chat_template is None else ChatTemplate(chat_template, tokens)
         self._adds_bos = bos_token_id is not None and self.encode("")[:1] == [bos_token_id]
         self._new_stream = decode_stream_factory(backend)
+        self._token_bytes = token_bytes_of(backend)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. ``add_special_tokens``: with the begin (and end) tokens the model was trained with.
@@ -73,35 +76,51 @@ class Tokenizer:
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for; part of a character if the token is."""
+        return self._token_bytes(token_id)
+
     def decode_stream(self, skip_special_tokens: bool = True) -> DecodeStream:
         """A decoder for tokens as they come; what it returns adds up to ``decode`` of all of them."""
         return self._new_stream(skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
         """Token ids of a conversation, ``[{"role": ..., "content": ...}]``; one begin token if the model uses it.
+
+        ``variables`` are what the template may know besides, such as ``tools``.
 
         Raises:
             ValueError: the tokenizer has no chat template, or the template refuses the conversation.
         """
         if self._chat_template is None:
             raise ValueError("this model has no chat template: pass a prompt instead of messages")
-        ids = self.encode(self._chat_template.render(messages, add_generation_prompt), add_special_tokens=False)
+        ids = self.encode(
+            self._chat_template.render(messages, add_generation_prompt, **variables), add_special_tokens=False
+        )
         if self._adds_bos and self.bos_token_id is not None:  # whether or not the template wrote it
             start = next((i for i, token in enumerate(ids) if token != self.bos_token_id), len(ids))
             ids = [self.bos_token_id, *ids[start:]]
         return ids
+
+    def to_json(self) -> str:
+        """All of the tokenizer in the format of tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
 
     def _content(self, token_id: int | None) -> str | None:
         token: str | None = None if token_id is None else self._backend.id_to_token(token_id)
         return token
 
 
-def tokenizer_from_directory(directory: Path, eos_token_ids: Sequence[int] = ()) -> Tokenizer:
+def tokenizer_from_directory(
+    directory: Path, eos_token_ids: Sequence[int] = (), *, trust_remote_code: bool = False
+) -> Tokenizer:
     """Read ``tokenizer.json`` (or what transformers can turn into one), its configuration and chat template.
 
-    ``eos_token_ids`` are the model's own; the tokenizer's end token is added to them.
+    ``eos_token_ids`` are the model's own; the tokenizer's end token is added to them. With ``trust_remote_code`` the
+    code that a repository brings for its tokenizer is run where there is no ``tokenizer.json``.
 
     Raises:
         LoadError: there is no tokenizer, or a file of it is corrupt.
@@ -111,7 +130,9 @@ def tokenizer_from_directory(directory: Path, eos_token_ids: Sequence[int] = ())
     try:
         if config_path.exists():
             config = json.loads(config_path.read_text(encoding="utf-8"))
-        backend = tokenizers.Tokenizer.from_file(str(path)) if path.exists() else _converted(directory)
+        backend = (
+            tokenizers.Tokenizer.from_file(str(path)) if path.exists() else _converted(directory, trust_remote_code)
+        )
         template = _template_of(directory, config)
     except LoadError:
         raise
@@ -122,15 +143,23 @@ def tokenizer_from_directory(directory: Path, eos_token_ids: Sequence[int] = ())
     return Tokenizer(backend, bos_token_id=bos, eos_token_ids=ends, chat_template=template)
 
 
-def _converted(directory: Path) -> tokenizers.Tokenizer:
-    if not any((directory / name).exists() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
+def _converted(directory: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
+    known = any((directory / name).exists() for name in ("tokenizer.model", "vocab.json", "vocab.txt"))
+    if not known and not trust_remote_code:
         raise LoadError(
             f"{directory}: no tokenizer (tokenizer.json, tokenizer.model, vocab.json or vocab.txt); copy it there, "
             "or pass token ids and skip_tokenizer_init=True"
         )
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(directory), local_files_only=True).backend_tokenizer
+    made = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=trust_remote_code)
+    backend = getattr(made, "backend_tokenizer", None)
+    if backend is None:
+        raise LoadError(
+            f"{directory}: the tokenizer {type(made).__name__} is written in Python and cannot be turned into a fast "
+            "one; pass token ids and skip_tokenizer_init=True"
+        )
+    return backend
 
 
 def _token_id(backend: tokenizers.Tokenizer, token: Any) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -67,6 +67,16 @@ def queue_grows(records: Records) -> bool:
     last one at least 1.5 times its mean over the three before.
     """
     arrivals = [record.arrival_time for record in records.requests]
+    return counts_grow(arrivals, ((step.started, step.num_running + step.num_waiting) for step in records.steps))
+
+
+def counts_grow(arrivals: Sequence[float], in_system: Iterable[tuple[float, int]]) -> bool:
+    """`queue_grows` for whoever has no steps to look at, such as a client.
+
+    Args:
+        arrivals: scheduled, in seconds.
+        in_system: (time, requests in the system), as often as one looked.
+    """
     if len(arrivals) < 2 * _PARTS:
         return False
     first, last = min(arrivals), max(arrivals)
@@ -74,10 +84,10 @@ def queue_grows(records: Records) -> bool:
     if width <= 0:
         return False
     counts: list[list[int]] = [[] for _ in range(_PARTS)]
-    for step in records.steps:
-        part = int((step.started - first) / width)
+    for time, count in in_system:
+        part = int((time - first) / width)
         if 0 <= part < _PARTS:
-            counts[part].append(step.num_running + step.num_waiting)
+            counts[part].append(count)
     means = [sum(part) / len(part) if part else 0.0 for part in counts]
     before = sum(means[:-1]) / (_PARTS - 1)
     rises = all(left < right for left, right in pairwise(means))

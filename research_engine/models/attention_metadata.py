@@ -20,3 +20,4 @@ class AttentionMetadata:
     seq_lens: torch.Tensor  # int32 [R], context length with this step's tokens
     max_query_len: int
     max_seq_len: int
+    workspace: torch.Tensor | None = None  # float32, as `paged_attention` takes it; the op's own when None

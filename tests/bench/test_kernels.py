@@ -28,6 +28,7 @@ SMALL = {
     "reshape_and_cache": "70:2/16:8",
     "copy_blocks": "70x2:2/16:8",
     "swap_blocks": "70x2:2/16:8",
+    "sample": "5x300",
 }
 CEILINGS = {"read": 4e9, "copy": 3e9, "to host": 1e9, "to device": 1e9, "product": 1e12, "launch": 5e-6}
 

@@ -76,6 +76,9 @@ class ShadowExecutor:
             self.before(batch)
         self.batches.append(batch)
         self._move(batch)
+        for request, count in batch.received:
+            for at, prefix in enumerate(self._prefix(request)[:count]):
+                self.device[request.block_ids[at // self.size]][at % self.size] = prefix
         written: set[int] = set()
         tokens: list[int] = []
         for row in batch.rows:

@@ -33,10 +33,10 @@ def strided(rows: int, width: int, dtype: torch.dtype, device: str, seed: int, a
 def test_rms_norm(device: str, data: st.DataObject, rows: int, width: int, seed: int) -> None:
     dtype, amplitude = data.draw(st.sampled_from(DTYPES[device])), data.draw(st.sampled_from((1e-4, 1.0, 100.0)))
     x, out = strided(rows, width, dtype, device, seed, amplitude), strided(rows, width, dtype, device, 0)
-    weight = torch.randn(width).to(device, dtype)
-    assert kernels.rms_norm(x, weight, 1e-5, out=out) is out
-    assert_close(out, kernels.reference.rms_norm(x, weight, 1e-5), dtype)
-    assert torch.equal(kernels.rms_norm(x, weight, 1e-5), out)
+    weight, offset = torch.randn(width).to(device, dtype), data.draw(st.sampled_from((0.0, 1.0)))
+    assert kernels.rms_norm(x, weight, 1e-5, weight_offset=offset, out=out) is out
+    assert_close(out, kernels.reference.rms_norm(x, weight, 1e-5, weight_offset=offset), dtype)
+    assert torch.equal(kernels.rms_norm(x, weight, 1e-5, weight_offset=offset), out)
 
 
 @property_test
@@ -44,10 +44,10 @@ def test_rms_norm(device: str, data: st.DataObject, rows: int, width: int, seed:
 def test_fused_add_rms_norm(device: str, data: st.DataObject, rows: int, width: int, seed: int) -> None:
     dtype = data.draw(st.sampled_from(DTYPES[device]))
     x, residual = strided(rows, width, dtype, device, seed), strided(rows, width, dtype, device, seed + 1)
-    weight = torch.randn(width).to(device, dtype)
+    weight, offset = torch.randn(width).to(device, dtype), data.draw(st.sampled_from((0.0, 1.0)))
     expected_x, expected_residual = x.clone(), residual.clone()
-    kernels.reference.fused_add_rms_norm(expected_x, expected_residual, weight, 1e-6)
-    kernels.fused_add_rms_norm(x, residual, weight, 1e-6)
+    kernels.reference.fused_add_rms_norm(expected_x, expected_residual, weight, 1e-6, weight_offset=offset)
+    kernels.fused_add_rms_norm(x, residual, weight, 1e-6, weight_offset=offset)
     assert_close(residual, expected_residual, dtype)
     assert_close(x, expected_x, dtype)
 

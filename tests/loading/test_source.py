@@ -216,7 +216,6 @@ def touch(*names: str) -> Callable[[Path], None]:
         (touch(), r"lacks config\.json and \*\.safetensors"),
         (touch("config.json"), r"lacks \*\.safetensors"),
         (touch("model.safetensors"), r"lacks config\.json"),
-        (touch("config.json", "pytorch_model.bin"), r"pickled weights only"),
         (touch("a.gguf", "b.gguf"), r"holds 2 GGUF files, name one of them: a\.gguf, b\.gguf"),
     ],
 )

@@ -97,6 +97,38 @@ def test_after_shutdown_it_refuses_work():
         engine.step()
 
 
+class HostAndDevice:
+    """10 ms of the device and `host` seconds of the host a step."""
+
+    def __init__(self, host: float) -> None:
+        self.host = host
+
+    def seconds(self, batch: Batch) -> float:
+        return 0.01 + self.host
+
+    def host_seconds(self, batch: Batch) -> float:
+        return self.host
+
+
+@pytest.mark.parametrize(("overlap", "host", "step"), [(False, 0.004, 0.014), (True, 0.004, 0.01), (True, 0.03, 0.029)])
+def test_an_engine_that_runs_ahead_hides_the_shorter_of_host_and_device_time(overlap, host, step):
+    config = EngineConfig(num_blocks=64, block_size=4, max_model_len=128, overlap=overlap)
+    engine = simulated_engine(config, schedulers.create("chunked_prefill"), HostAndDevice(host))
+    replay(engine, [Arrival(0.0, "a", range(7), SamplingParams(max_tokens=21, ignore_eos=True))])
+    (record,) = engine.records.requests
+    # the last token needs no host time before it: (19 x 30 ms + 10 ms) / 20
+    assert (record.last_token_time - record.first_token_time) / 20 == pytest.approx(step)
+
+
+@pytest.mark.parametrize("seconds", [-0.1, float("nan"), float("inf")])
+def test_a_step_that_takes_no_possible_time_is_refused(seconds):
+    engine = make()
+    engine.executor._cost_model.seconds = lambda batch: seconds
+    engine.add_request("a", range(5), SamplingParams())
+    with pytest.raises(ValueError, match="the cost model says"):
+        engine.step()
+
+
 def test_streamed_records_have_the_totals_of_the_records_they_do_not_keep():
     kept, streamed, seen = make(), make(StreamedRecords()), []
     streamed.records._on_step = seen.append

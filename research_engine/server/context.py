@@ -1,0 +1,87 @@
+"""What the endpoints share: the engine's client, the tokenizer, the model's names and the server's limits."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from research_engine.server.engine_client import EngineClient
+from research_engine.server.errors import ApiError, invalid
+from research_engine.structured_outputs import GrammarCompiler
+
+if TYPE_CHECKING:
+    from research_engine.loading.tokenizer import Tokenizer
+
+_IN_A_THREAD = 8192  # characters from which a text is encoded beside the event loop
+
+
+@dataclass
+class ServerContext:
+    """One model being served.
+
+    Attributes:
+        client: of the engine that serves now.
+        model_names: what requests may call the model; answers carry the first.
+        reports_cached_tokens: usage says how many prompt tokens the prefix cache held.
+        max_logprobs: most probable tokens that a request may ask for beside each token.
+        draining: no new request is taken.
+    """
+
+    client: EngineClient
+    tokenizer: Tokenizer | None
+    model_names: Sequence[str]
+    max_logprobs: int = 20
+    reports_cached_tokens: bool = False
+    draining: bool = False
+    started: int = field(default_factory=lambda: int(time.time()))
+    _grammars: GrammarCompiler | None = None
+
+    @property
+    def model(self) -> str:
+        return self.model_names[0]
+
+    def check_model(self, name: str | None) -> None:
+        """A request that names no model means the one that is there.
+
+        Raises:
+            ApiError: 404, with the names there are.
+        """
+        if name is None or name in self.model_names:
+            return
+        names = sorted(self.model_names, key=lambda n: -difflib.SequenceMatcher(None, name.lower(), n.lower()).ratio())
+        message = f"the model {name!r} does not exist; this server has {', '.join(map(repr, names))}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+    def require_tokenizer(self) -> Tokenizer:
+        """Raises ApiError (400) where the server has none."""
+        if self.tokenizer is None:
+            raise invalid(
+                "this server has no tokenizer (skip_tokenizer_init): prompts are lists of token ids", "prompt"
+            )
+        return self.tokenizer
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """Checks grammars before the engine sees them."""
+        if self._grammars is None:
+            assert self.client.ready is not None
+            self._grammars = GrammarCompiler(self.require_tokenizer(), self.client.ready.vocab_size)
+        return self._grammars
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; a long text is encoded in a thread.
+
+        Raises:
+            ApiError: 400, the text is no valid Unicode.
+        """
+        tokenizer = self.require_tokenizer()
+        try:
+            if len(text) < _IN_A_THREAD:
+                return tokenizer.encode(text, add_special_tokens)
+            return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+        except ValueError:
+            raise invalid("the text is no valid Unicode: it holds a lone surrogate", "prompt") from None

@@ -1,0 +1,97 @@
+"""Errors in OpenAI's shape, and how the engine's and the parameters' errors become one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from research_engine.server.engine_client import EngineDeadError, RefusedError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "invalid_request_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    431: "invalid_request_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+_FIELD = re.compile(r"(?:request '[^']*': )?([a-z_]+)(?:\[[^\]]*\])? (?:= |holds )")
+RETRY_SECONDS = 1
+
+
+class ApiError(Exception):
+    """An answer other than success.
+
+    Args:
+        status: of HTTP.
+        message: for the person who made the request: which value, which rule.
+        param: the field at fault.
+        code: a short name that programs can test for.
+        headers: to send with it.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    def body(self) -> bytes:
+        """The error object, as JSON."""
+        error = {
+            "message": self.message,
+            "type": _TYPES.get(self.status, "invalid_request_error"),
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": error})
+
+
+def invalid(message: str, param: str | None = None) -> ApiError:
+    """400; the field is read off a message of the project's form `field = value: rule` when it isn't given."""
+    if param is None and (match := _FIELD.match(message)):
+        param = match.group(1)
+    return ApiError(400, message, param=param)
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    """503, to be tried again."""
+    return ApiError(503, message, code=code, headers=[(b"retry-after", str(RETRY_SECONDS).encode())])
+
+
+def of_engine(error: RefusedError | EngineDeadError) -> ApiError:
+    """What a client is told of a request that the engine did not serve."""
+    if isinstance(error, EngineDeadError):
+        return unavailable(f"the engine is not running: {error}", "engine_dead")
+    if error.kind == "queue":
+        return unavailable(str(error), "queue_full")
+    if error.kind == "shutdown":
+        return unavailable(str(error), "shutting_down")
+    if error.kind == "request":
+        return invalid(str(error))
+    return ApiError(500, str(error), code="engine_error")
+
+
+def of_decoding(error: msgspec.DecodeError) -> ApiError:
+    """A body that is no JSON, or whose fields are of the wrong type."""
+    if isinstance(error, msgspec.ValidationError):
+        message, _, path = str(error).partition(" - at `$")
+        param = path.rstrip("`").lstrip(".") or None
+        return ApiError(400, f"{param}: {message}" if param else message, param=param)
+    return ApiError(400, f"the body is no valid JSON: {error}", code="invalid_json")
