@@ -119,6 +119,6 @@ def needs_no_tokenizer(settings: TrialSettings) -> bool:
 def _options(settings: TrialSettings, seed: int = 0) -> EngineOptions:
     from research_engine.options import EngineOptions
 
-    exclude = {"warmup_requests", "workload", "slo", "decision_log", "executor", *SIMULATION}
+    exclude = {"warmup_requests", "workload", "slo", "explain", "executor", *SIMULATION}
     own = settings.model_dump(exclude=exclude)
     return EngineOptions(**own, seed=seed, skip_tokenizer_init=needs_no_tokenizer(settings))

@@ -16,6 +16,7 @@ from experiments.experiment import Experiment, is_level, label_of
 from experiments.kernel_settings import KernelSettings
 from experiments.settings import Settings, nearest_first
 from experiments.workloads import WorkloadSettings
+from research_engine.engine.config import OnFault
 from research_engine.engine.reservation import Reservation
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
@@ -34,11 +35,15 @@ class SLOSettings(Settings):
     e2e: float | None = Field(default=None, gt=0)
 
 
+OF_REAL_ENGINES = ("weight_packing", "kv_cache_dtype", "overlap", "batch_invariant", "enforce_eager")
+"""Options that a simulation refuses, since its cost models do not know them."""
+
+
 class TrialSettings(Settings):
     """All that decides a trial but its seed: the options of an engine, named as in `EngineOptions`, and a workload.
 
     Args:
-        model ... enable_prefix_caching: see `research_engine.options.EngineOptions`; None takes its default.
+        model ... enforce_eager: see `research_engine.options.EngineOptions`; None takes its default.
         executor: "simulated" computes nothing: steps take the time that a cost model gives them, on a virtual clock.
         gpu: of a simulation: a sheet out of `simulation.gpu_sheet.available_sheets()`, or the path of a .json one.
         cost_model: of a simulation: "roofline" of `gpu`, or "profiled:FILE", a profile by `research-engine profile`.
@@ -49,7 +54,7 @@ class TrialSettings(Settings):
             nothing to warm up.
         workload: what arrives when.
         slo: for goodput; without one every completed request is good.
-        decision_log: also write every decision of the policy, to decisions.jsonl of the trial.
+        explain: also write every decision of the policy with its reasons, to decisions.jsonl of the trial.
     """
 
     model: str = "smollm2-135m-instruct"
@@ -69,7 +74,15 @@ class TrialSettings(Settings):
     num_host_blocks: int | None = Field(default=None, ge=0)
     max_num_queued: int = Field(default=0, ge=0)
     reservation: Reservation = "paged"
+    on_fault: OnFault = "stop"
+    schedule_limit: float = Field(default=1.0, gt=0)
     enable_prefix_caching: bool = True
+    weight_packing: Literal["auto", "packed", "dequantized"] = "auto"
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"] = "auto"
+    trust_remote_code: bool = False
+    overlap: bool | None = None
+    batch_invariant: bool = False
+    enforce_eager: bool = False
     executor: Literal["torch", "simulated"] = "torch"
     gpu: str | None = None
     cost_model: str = Field(default="roofline", pattern=r"^(roofline|profiled:.+)$")
@@ -78,7 +91,7 @@ class TrialSettings(Settings):
     warmup_requests: int | None = Field(default=None, ge=0)
     workload: WorkloadSettings = WorkloadSettings()
     slo: SLOSettings | None = None
-    decision_log: bool = False
+    explain: bool = False
 
     @model_validator(mode="after")
     def _possible(self) -> TrialSettings:
@@ -92,6 +105,9 @@ class TrialSettings(Settings):
         if self.executor == "torch" and (simulates or self.force_profile):
             rule = "set executor: simulated, or leave them out"
             raise ValueError(f"gpu, cost_model and tensor_parallel_size describe a simulation; {rule}")
+        fields = type(self).model_fields
+        if given := [n for n in OF_REAL_ENGINES if getattr(self, n) != fields[n].default and self.executor != "torch"]:
+            raise ValueError(f"{given[0]}: no simulation honours it; leave it out, or set executor: torch")
         if self.executor == "simulated" and not (self.gpu or self.profile):
             both = "gpu (the name of a GPU sheet, such as h200), cost_model: profiled:FILE, or both"
             raise ValueError(f"executor: simulated needs {both}")

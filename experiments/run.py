@@ -31,6 +31,9 @@ EXAMPLES = """examples:
   python experiments/run.py quickstart scheduler=[fcfs,path/to/mine.py:Mine]
   python experiments/run.py my_experiment.yaml --dry-run"""
 
+RECORDED = "sim_vs_real"
+"""An experiment that runs nothing: its real half is recorded."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code: 0; 1 a trial failed; 2 a user's mistake; 130 Ctrl-C."""
@@ -57,7 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--slurm", nargs="?", const="", metavar="key=value,...",
         help="run trials as a Slurm job array, with options of submitit such as slurm_partition=gpu,timeout_min=60",
     )  # fmt: skip
+    parser.add_argument(
+        "--explain", action="store_true", help="keep every decision with its reasons, for `research-engine explain`"
+    )
     options = parser.parse_intermixed_args(arguments)
+    if options.explain:
+        options.words.append("explain=true")
 
     from rich.console import Console
 
@@ -104,6 +112,9 @@ def _list() -> int:
         experiment, cells = load_experiment(name)
         trials = len(cells) * len(experiment.seeds) * experiment.repeats
         print(f"{name:<24} {trials:>3} trials  {experiment.description}")
+    from experiments.validation.recorded import DESCRIPTION as RECORDED_DESCRIPTION
+
+    print(f"{RECORDED:<24}   0 trials  {RECORDED_DESCRIPTION}")
     return 0
 
 
@@ -116,6 +127,10 @@ def _run(options: argparse.Namespace, console: Console) -> int:
 
     given = list(options.words)
     name = given.pop(0) if given and "=" not in given[0] else "quickstart"
+    if name == RECORDED:
+        from experiments.validation.recorded import run_recorded
+
+        return run_recorded(given, options.out or Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     experiment, cells = load_experiment(name, given)
     check_names(cells)
     out = options.out or Path("runs") / f"{experiment.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"

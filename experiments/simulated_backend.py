@@ -87,8 +87,8 @@ class SimulatedBackend:
         import schedulers
         from research_engine.simulation.build import simulated_engine
 
-        scheduler = schedulers.create(settings.scheduler, **settings.scheduler_params)
         assert self._cost_model is not None
+        scheduler = schedulers.create(settings.scheduler, **settings.scheduler_params)
         return simulated_engine(self._config(settings, seed), scheduler, self._cost_model)
 
     def _config(self, settings: TrialSettings, seed: int) -> EngineConfig:
@@ -131,6 +131,8 @@ class SimulatedBackend:
             max_model_len=settings.max_model_len or max(2, min(longest, num_blocks * settings.block_size)),
             max_num_queued=settings.max_num_queued,
             reservation=settings.reservation,
+            on_fault=settings.on_fault,
+            schedule_limit=settings.schedule_limit,
             enable_prefix_caching=settings.enable_prefix_caching,
             vocab_size=self._model.vocab_size,
             eos_token_ids=self._model.eos_token_ids,

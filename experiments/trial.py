@@ -33,7 +33,7 @@ def run_trial(
 ) -> dict[str, Any]:
     """Serve the workload and write `directory`: summary.json, requests.parquet, steps.parquet, trace.json,
     timing.json (what the trial took, which alone differs when a simulation runs again), and decisions.jsonl when
-    settings.decision_log asks for it.
+    settings.explain asks for it.
 
     Args:
         trial: settings and seed; the backend is prepared for them.
@@ -47,7 +47,7 @@ def run_trial(
     """
     settings = serving(trial)
     engine = backend.engine(settings, trial.seed)
-    if settings.decision_log:
+    if settings.explain:
         engine.decisions = DecisionLog(type(engine.scheduler).__name__)
     watch = CoreWatch() if backend.kind == "real" else None
     try:
@@ -59,6 +59,7 @@ def run_trial(
         )
         others = watch.others() if watch is not None else None
         summary = _summary(trial, workload, backend, engine.config, engine.records, report)
+        summary["policy_faults"] = {"total": engine.faults.total, "latest": list(map(str, engine.faults.latest))}
         summary |= {"other_load": others, "disturbed": others is not None and others > DISTURBED_ABOVE}
         with new_directory(directory) as fresh:
             if engine.decisions is not None:

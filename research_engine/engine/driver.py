@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +21,8 @@ class Arrival:
 
     Attributes:
         time: seconds after the replay's start at which it arrives.
-        request_id, prompt_token_ids, sampling, priority, client, deadline, predicted_tokens: as `Engine.add_request`
-            takes them; deadline counts from the replay's start, too.
+        request_id, prompt_token_ids, sampling, priority, client, deadline, predicted_tokens, computed_tokens: as
+            `Engine.add_request` takes them; deadline counts from the replay's start, too.
     """
 
     time: float
@@ -32,6 +33,7 @@ class Arrival:
     client: str = ""
     deadline: float | None = None
     predicted_tokens: int | None = None
+    computed_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def replay(
             arrival = pending[at]
             at += 1
             worst_lag = max(worst_lag, now - start - arrival.time)
-            why = _add(engine, arrival, start)
+            why = add_arrival(engine, arrival, start)
             if why is not None:
                 refused[arrival.request_id] = why
                 end(arrival, ())
@@ -111,7 +113,7 @@ def replay(
             if not (engine.idle and at < len(pending)):
                 continue
         if at < len(pending):
-            clock.sleep_until(start + pending[at].time)
+            clock.sleep_until(min(start + pending[at].time, math.inf if engine.wake_at is None else engine.wake_at))
     return ReplayReport(start, clock.now(), worst_lag, refused, entered)
 
 
@@ -119,8 +121,8 @@ def _time(arrival: Arrival) -> float:
     return arrival.time
 
 
-def _add(engine: Engine, arrival: Arrival, start: float) -> str | None:
-    """Queue one arrival; returns why it was refused, or None."""
+def add_arrival(engine: Engine, arrival: Arrival, start: float = 0.0) -> str | None:
+    """Queue one arrival; returns why it was refused, of which a record is left, or None."""
     try:
         engine.add_request(
             arrival.request_id,
@@ -131,6 +133,7 @@ def _add(engine: Engine, arrival: Arrival, start: float) -> str | None:
             client=arrival.client,
             deadline=None if arrival.deadline is None else start + arrival.deadline,
             predicted_tokens=arrival.predicted_tokens,
+            computed_tokens=arrival.computed_tokens,
         )
     except RequestError as error:
         refused = Request(arrival.request_id, arrival.prompt_token_ids, arrival.sampling,

@@ -18,12 +18,12 @@ from .latency import (
 from .memory import KVSplit, KVUsage, PreemptionCost, kv_split, kv_usage, preemption_cost
 from .summary import SLO, percentiles, summarize
 from .trace import chrome_trace
-from .validity import arrival_rates, counts_grow, queue_grows
+from .validity import QueueTrend, arrival_rates, counts_grow, queue_grows, queue_trend, service_seconds
 
 __all__ = [
-    "BatchMeans", "KVSplit", "KVUsage", "PreemptionCost", "SLO", "Service", "ServiceDifference", "arrival_rates",
-    "batch_means", "batch_means_of", "chrome_trace", "client_rates", "counts_grow", "e2e", "inter_token_latencies",
-    "is_completed", "kv_split", "kv_usage", "normalized_latency", "percentiles", "preemption_cost", "queue_grows",
-    "queueing_delay", "read_frames", "request_token_times", "requests_frame", "service_difference", "service_of",
-    "steps_frame", "summarize", "tpot", "ttft",
+    "BatchMeans", "KVSplit", "KVUsage", "PreemptionCost", "QueueTrend", "SLO", "Service", "ServiceDifference",
+    "arrival_rates", "batch_means", "batch_means_of", "chrome_trace", "client_rates", "counts_grow", "e2e",
+    "inter_token_latencies", "is_completed", "kv_split", "kv_usage", "normalized_latency", "percentiles",
+    "preemption_cost", "queue_grows", "queue_trend", "queueing_delay", "read_frames", "request_token_times",
+    "requests_frame", "service_difference", "service_of", "service_seconds", "steps_frame", "summarize", "tpot", "ttft",
 ]  # fmt: skip

@@ -215,7 +215,7 @@ def test_reservations_clients_and_predictions_reach_table_and_decision_log(file:
                 "lengths: {source: uniform, prompt: [4, 60], output: [4, 60]}, "
                 "predictor: {kind: noisy, kendall_tau: 0.5}}")  # fmt: skip
     words = ["factors.reservation=[paged,reserve_max,reserve_pow2,reserve_oracle]", "scheduler=[fcfs]", "seeds=[0]",
-             workload, "decision_log=true", "max_model_len=512", "num_blocks=64",
+             workload, "explain=true", "max_model_len=512", "num_blocks=64",
              f"outputs.table=[{','.join(names)}]"]  # fmt: skip
     assert run(file, out, StubBackend(), *words).finished == 4
     summaries = {}

@@ -156,3 +156,12 @@ def test_torch_is_not_imported():
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_speed_bench_accounts_for_all_of_its_time():
+    from research_engine.bench.simulate import SimulateOptions, run
+
+    report = run(SimulateOptions(requests=20, parts=True))
+    assert sum(report.parts.values()) == pytest.approx(1.0)
+    assert report.parts["update"] > 0
+    assert run(SimulateOptions(requests=3)).parts == {}
