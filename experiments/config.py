@@ -35,11 +35,15 @@ class SLOSettings(Settings):
     e2e: float | None = Field(default=None, gt=0)
 
 
+OF_REAL_ENGINES = ("weight_packing", "kv_cache_dtype", "overlap", "batch_invariant", "enforce_eager")
+"""Options that a simulation refuses, since its cost models do not know them."""
+
+
 class TrialSettings(Settings):
     """All that decides a trial but its seed: the options of an engine, named as in `EngineOptions`, and a workload.
 
     Args:
-        model ... enable_prefix_caching: see `research_engine.options.EngineOptions`; None takes its default.
+        model ... enforce_eager: see `research_engine.options.EngineOptions`; None takes its default.
         executor: "simulated" computes nothing: steps take the time that a cost model gives them, on a virtual clock.
         gpu: of a simulation: a sheet out of `simulation.gpu_sheet.available_sheets()`, or the path of a .json one.
         cost_model: of a simulation: "roofline" of `gpu`, or "profiled:FILE", a profile by `research-engine profile`.
@@ -73,6 +77,12 @@ class TrialSettings(Settings):
     on_fault: OnFault = "stop"
     schedule_limit: float = Field(default=1.0, gt=0)
     enable_prefix_caching: bool = True
+    weight_packing: Literal["auto", "packed", "dequantized"] = "auto"
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"] = "auto"
+    trust_remote_code: bool = False
+    overlap: bool | None = None
+    batch_invariant: bool = False
+    enforce_eager: bool = False
     executor: Literal["torch", "simulated"] = "torch"
     gpu: str | None = None
     cost_model: str = Field(default="roofline", pattern=r"^(roofline|profiled:.+)$")
@@ -95,6 +105,9 @@ class TrialSettings(Settings):
         if self.executor == "torch" and (simulates or self.force_profile):
             rule = "set executor: simulated, or leave them out"
             raise ValueError(f"gpu, cost_model and tensor_parallel_size describe a simulation; {rule}")
+        fields = type(self).model_fields
+        if given := [n for n in OF_REAL_ENGINES if getattr(self, n) != fields[n].default and self.executor != "torch"]:
+            raise ValueError(f"{given[0]}: no simulation honours it; leave it out, or set executor: torch")
         if self.executor == "simulated" and not (self.gpu or self.profile):
             both = "gpu (the name of a GPU sheet, such as h200), cost_model: profiled:FILE, or both"
             raise ValueError(f"executor: simulated needs {both}")

@@ -36,7 +36,7 @@ def check_names(cells: Sequence[Cell]) -> None:
             except ValueError as error:
                 raise ConfigError(f"gpu: {error}") from error
         if settings.profile is not None and not Path(settings.profile).expanduser().is_file():
-            raise ConfigError(f"profile: no file {settings.profile!r}")
+            raise ConfigError(f"cost_model: no file {settings.profile!r}")
 
 
 def _check_model(name: str) -> None:
