@@ -50,6 +50,13 @@ def arguments(name: str, device: str) -> tuple[object, ...]:
             None,
             None,
         )
+    if name == "gather_cache":
+        tables = torch.tensor([[0, 1], [3, 2]], dtype=torch.int32, device=device)
+        start_loc = torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
+        caches = randn(4, 2, 8, 16), randn(4, 2, 8, 16)
+        return *caches, tables, start_loc, randn(3, 2, 16), randn(3, 2, 16), None, None, None
+    if name == "merge_attention_states":
+        return randn(3, 2, 16), randn(3, 2), randn(3, 2, 16), randn(3, 2), randn(3, 2, 16), randn(3, 2)
     if name == "copy_blocks":
         return randn(2, 2, 4, 2, 8, 16), pairs
     if name == "swap_blocks":
@@ -66,7 +73,16 @@ def arguments(name: str, device: str) -> tuple[object, ...]:
 
 
 ROWWISE = ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding", "rotary_and_cache"]
-NAMES = [*ROWWISE, "reshape_and_cache", "copy_blocks", "swap_blocks", "sample", "paged_attention"]
+NAMES = [
+    *ROWWISE,
+    "merge_attention_states",
+    "reshape_and_cache",
+    "gather_cache",
+    "copy_blocks",
+    "swap_blocks",
+    "sample",
+    "paged_attention",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
