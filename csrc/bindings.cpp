@@ -221,6 +221,25 @@ void swap_blocks(py::handle source, py::handle destination, py::handle pairs, ui
   RESEARCH_ENGINE_DISPATCH(where, cpu::swap_blocks(from, to, p), cuda::swap_blocks(from, to, p, stream));
 }
 
+void gather_cache(py::handle key_cache, py::handle value_cache, py::handle block_tables, py::handle start_loc, py::handle starts,
+                  py::handle key, py::handle value, py::handle key_scale, py::handle value_scale, uintptr_t stream_address) {
+  const TensorView kc = view(key_cache), vc = view(value_cache), tables = view(block_tables), locations = view(start_loc);
+  const TensorView first = view(starts), k = view(key), v = view(value), ks = view(key_scale), vs = view(value_scale);
+  require_one_device({{"key_cache", kc}, {"value_cache", vc}, {"block_tables", tables}, {"start_loc", locations},
+                      {"starts", first}, {"key", k}, {"value", v}, {"key_scale", ks}, {"value_scale", vs}});
+  RESEARCH_ENGINE_DISPATCH(kc, check_gather_values(tables, locations, first, k.shape[0], kc.shape[2], kc.shape[0]);
+                           cpu::gather_cache(kc, vc, tables, locations, first, k, v, ks, vs),
+                           cuda::gather_cache(kc, vc, tables, locations, first, k, v, ks, vs, stream));
+}
+
+void merge_attention_states(py::handle out_a, py::handle lse_a, py::handle out_b, py::handle lse_b, py::handle out, py::handle lse,
+                            uintptr_t stream_address) {
+  const TensorView oa = view(out_a), la = view(lse_a), ob = view(out_b), lb = view(lse_b), o = view(out), l = view(lse);
+  require_one_device({{"out_a", oa}, {"lse_a", la}, {"out_b", ob}, {"lse_b", lb}, {"out", o}, {"lse", l}});
+  RESEARCH_ENGINE_DISPATCH(oa, cpu::merge_attention_states(oa, la, ob, lb, o, l),
+                           cuda::merge_attention_states(oa, la, ob, lb, o, l, stream));
+}
+
 void rms_norm(py::handle x, py::handle weight, py::handle out, float eps, float weight_offset,
               uintptr_t stream_address) {
   const TensorView in = view(x), w = view(weight), result = view(out);
@@ -340,6 +359,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("check_block_pairs", [](py::handle pairs, int64_t sources, int64_t destinations, bool same_cache) {
     check_block_pairs(view(pairs), sources, destinations, same_cache);
   });
+  m.def("check_gather", [](py::handle tables, py::handle start_loc, py::handle starts, int64_t rows, int64_t block_size,
+                           int64_t num_blocks) {
+    check_gather_values(view(tables), view(start_loc), view(starts), rows, block_size, num_blocks);
+  });
   m.def("reshape_and_cache", &reshape_and_cache);
   m.def("copy_blocks", &copy_blocks);
   m.def("swap_blocks", &swap_blocks);
@@ -351,6 +374,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("quantized_matmul", &quantized_matmul);
   m.def("dequantize_weight", &dequantize_weight);
   m.def("sample", &sample);
+  m.def("gather_cache", &gather_cache);
+  m.def("merge_attention_states", &merge_attention_states);
 #ifdef RESEARCH_ENGINE_WITH_CUDA
   m.def("paged_attention_workspace", &paged_attention_workspace);
   m.def("sample_workspace", &cuda::sample_workspace);

@@ -103,7 +103,15 @@ struct Sampling {
   void silu_and_mul(TensorView x, TensorView out STREAM_ARG); /* [T, 2I] -> [T, I] */                                \
   void quantized_matmul(const QuantizedMatmul& args STREAM_ARG); /* out = x W^T */                                   \
   void dequantize_weight(const QuantizedWeight& weight, TensorView out STREAM_ARG); /* W as floats, [N, K] */        \
-  void sample(const Sampling& args STREAM_ARG);
+  void sample(const Sampling& args STREAM_ARG);                                                                      \
+  /* the tokens [starts[r], ...) of every request out of the caches into key, value [T, Hkv, D], whose rows           \
+     [start_loc[r], start_loc[r + 1]) are request r's; starts int32 [R] or none: 0; times the scales */  \
+  void gather_cache(TensorView key_cache, TensorView value_cache, TensorView block_tables, TensorView start_loc,     \
+                    TensorView starts, TensorView key, TensorView value, TensorView key_scale,                       \
+                    TensorView value_scale STREAM_ARG);                                                              \
+  /* [T, Hq, D] and natural-log lse float32 [T, Hq] of two disjoint sets of keys to those of both */                 \
+  void merge_attention_states(TensorView out_a, TensorView lse_a, TensorView out_b, TensorView lse_b, TensorView out, \
+                              TensorView lse STREAM_ARG);
 
 namespace cpu {
 RESEARCH_ENGINE_OPS()

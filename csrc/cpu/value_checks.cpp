@@ -94,6 +94,26 @@ void check_block_pairs(const TensorView& pairs, int64_t num_source_blocks, int64
       refuse("pairs: block ", value(p, 0), " is both a source and a destination; copy in two calls");
 }
 
+void check_gather_values(const TensorView& block_tables, const TensorView& start_loc, const TensorView& starts, int64_t rows,
+                         int64_t block_size, int64_t num_blocks) {
+  const int64_t requests = block_tables.shape[0], columns = block_tables.shape[1];
+  const auto at32 = [](const TensorView& v, int64_t i) { return static_cast<int64_t>(v.ptr<int32_t>()[i]); };
+  if (at32(start_loc, 0) < 0) refuse("start_loc[0] is ", at32(start_loc, 0), ", expected 0 or more");
+  for (int64_t r = 0; r < requests; ++r) {
+    const int64_t begin = at32(start_loc, r), end = at32(start_loc, r + 1), first = starts ? at32(starts, r) : 0;
+    if (end < begin || end > rows)
+      refuse("start_loc[", r + 1, "] is ", end, ", expected at least ", begin, " (the one before) and at most ", rows, " (key's rows)");
+    if (first < 0 || first + end - begin > columns * block_size)
+      refuse("request ", r, " asks for tokens ", first, " to ", first + end - begin, ", expected 0 to ", columns * block_size,
+             " (block_tables has ", columns, " columns of ", block_size, " slots)");
+    for (int64_t c = first / block_size; begin < end && c <= (first + end - begin - 1) / block_size; ++c) {
+      const int64_t block = block_tables.ptr<int32_t>()[r * block_tables.strides[0] + c];
+      if (block < 0 || block >= num_blocks)
+        refuse("block_tables[", r, ", ", c, "] is ", block, ", expected 0 to ", num_blocks - 1, " (the cache has ", num_blocks, " blocks)");
+    }
+  }
+}
+
 void check_sampling_values(const Sampling& args) {
   const int64_t rows = args.logits.shape[0];
   for (int64_t row = 0; row < rows; ++row) {

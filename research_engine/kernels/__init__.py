@@ -9,8 +9,9 @@ from __future__ import annotations
 from research_engine.kernels import reference
 from research_engine.kernels.activation import silu_and_mul
 from research_engine.kernels.attention import paged_attention, paged_attention_workspace
+from research_engine.kernels.attention_states import merge_attention_states
 from research_engine.kernels.build_info import build_info
-from research_engine.kernels.cache import copy_blocks, reshape_and_cache, swap_blocks
+from research_engine.kernels.cache import copy_blocks, gather_cache, reshape_and_cache, swap_blocks
 from research_engine.kernels.norm import fused_add_rms_norm, rms_norm
 from research_engine.kernels.quantized import (
     QuantizedWeight,
@@ -26,6 +27,8 @@ __all__ = [
     "paged_attention",
     "paged_attention_workspace",
     "reshape_and_cache",
+    "merge_attention_states",
+    "gather_cache",
     "copy_blocks",
     "swap_blocks",
     "rms_norm",

@@ -1,4 +1,4 @@
-"""Writing into the paged KV cache, and moving whole blocks within it or between two."""
+"""Writing into the paged KV cache, reading requests out of it, moving whole blocks within it or between two."""
 
 from __future__ import annotations
 
@@ -58,6 +58,53 @@ def reshape_and_cache(
         _C.check_slots(host(slot_mapping), key_cache.shape[0] * key_cache.shape[2])
         check_scale_values(key_scale, value_scale)
     _reshape_and_cache(*arguments)
+
+
+def gather_cache(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    start_loc: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    starts: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+    check_values: bool = False,
+) -> None:
+    """Copies tokens of requests out of the paged cache into rows that lie one behind the other.
+
+    Args:
+        key_cache: `[N, Hkv, B, D]`, (block, head) tiles contiguous, of key's dtype, float8_e4m3fn or int8.
+        value_cache: likewise, of key_cache's dtype.
+        block_tables: int32 `[R, columns]`, rows contiguous.
+        start_loc: int32 `[R + 1]`, contiguous: request r has rows `[start_loc[r], start_loc[r + 1])` of key and value.
+            Rows past the last stay as they are.
+        key: `[T, Hkv, D]`, last dimension contiguous; changed. Stored elements times their head's scale.
+        value: likewise.
+        starts: int32 `[R]`, contiguous: the token that a request's first row is; None for 0.
+        key_scale: float32 `[Hkv]`, contiguous, of a quantised cache; None for 1.
+        value_scale: likewise.
+        check_values: check tables, rows and scales of a CUDA call too, which waits for the device; unchecked, tokens
+            outside of table or cache are skipped. Those of a CPU call always are checked.
+
+    Raises:
+        TypeError: a dtype the device's kernels do not take.
+        ValueError: a shape, stride, device or value that breaks the rules above.
+    """
+    arguments = (key_cache, value_cache, block_tables, start_loc, key, value, starts, key_scale, value_scale)
+    if traced(key):
+        torch.ops.research_engine.gather_cache(*arguments)
+        return
+    if check_values:
+        _check_gather_cache(*arguments)
+        host_starts = None if starts is None else host(starts)
+        _C.check_gather(
+            host(block_tables), host(start_loc), host_starts, key.shape[0], key_cache.shape[2], key_cache.shape[0]
+        )
+        check_scale_values(key_scale, value_scale)
+    _gather_cache(*arguments)
 
 
 def copy_blocks(kv_cache: torch.Tensor, pairs: torch.Tensor, *, check_values: bool = False) -> None:
@@ -153,6 +200,45 @@ def _reshape_and_cache(
     _C.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale, stream_of(key))
 
 
+def _check_gather_cache(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    start_loc: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor | None,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
+) -> None:
+    no_slots = torch.empty(0, dtype=torch.int64, device="meta")  # the rules of rows and caches are those of the write
+    check_reshape_and_cache(key, value, key_cache, value_cache, no_slots, key_scale, value_scale)
+    if block_tables.dim() != 2:
+        refuse("block_tables", block_tables, "the shape has to be [R, columns]")
+    check_rows("block_tables", block_tables, torch.int32, block_tables.shape, "[R, columns]")
+    requests = block_tables.shape[0]
+    check_exactly("start_loc", start_loc, torch.int32, (requests + 1,), "[R + 1]")
+    if starts is not None:
+        check_exactly("starts", starts, torch.int32, (requests,), "[R]")
+
+
+def _gather_cache(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    start_loc: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor | None,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
+) -> None:
+    _check_gather_cache(key_cache, value_cache, block_tables, start_loc, key, value, starts, key_scale, value_scale)
+    _C.gather_cache(
+        key_cache, value_cache, block_tables, start_loc, starts, key, value, key_scale, value_scale, stream_of(key)
+    )
+
+
 def _check_pairs(pairs: torch.Tensor) -> None:
     if pairs.dim() != 2 or pairs.shape[1] != 2:
         refuse("pairs", pairs, "the shape has to be [P, 2]")
@@ -210,6 +296,17 @@ _reshape_and_cache_op = torch.library.custom_op(
     ),
 )
 _reshape_and_cache_op.register_fake(check_reshape_and_cache)
+
+_gather_cache_op = torch.library.custom_op(
+    "research_engine::gather_cache",
+    _gather_cache,
+    mutates_args=("key", "value"),
+    schema=(
+        "(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor start_loc, Tensor(a!) key, "
+        "Tensor(b!) value, Tensor? starts, Tensor? key_scale, Tensor? value_scale) -> ()"
+    ),
+)
+_gather_cache_op.register_fake(_check_gather_cache)
 
 _copy_blocks_op = torch.library.custom_op(
     "research_engine::copy_blocks",

@@ -5,6 +5,8 @@ Results come back in float64, or rounded into the tensors that are changed in pl
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from research_engine.kernels._checks import QUANTIZED_CACHE_DTYPES
@@ -127,6 +129,49 @@ def _dequantize(cache: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor
     """`[..., Hkv, D]` of any dtype in float64, times its heads' scales `[Hkv]`."""
     wide = cache.float().double()  # torch has no direct way from float8 on every device
     return wide if scale is None else wide * scale.double()[:, None]
+
+
+def gather_cache(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    start_loc: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    starts: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+) -> None:
+    """See `kernels.gather_cache`: key and value are changed."""
+    block_size, locations = key_cache.shape[2], start_loc.tolist()
+    for request, (begin, end) in enumerate(itertools.pairwise(locations)):
+        for row in range(begin, end):
+            token = row - begin + (0 if starts is None else int(starts[request]))
+            block = int(block_tables[request, token // block_size])
+            key[row] = _dequantize(key_cache[block, :, token % block_size], key_scale)
+            value[row] = _dequantize(value_cache[block, :, token % block_size], value_scale)
+
+
+def merge_attention_states(
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernels.merge_attention_states`."""
+    merged_lse = torch.logaddexp(lse_a.double(), lse_b.double())
+    finite = merged_lse.masked_fill(merged_lse == -torch.inf, 0.0)
+    parts = [
+        torch.where(part_lse[..., None] == -torch.inf, 0.0, part.double())
+        * torch.exp(part_lse.double() - finite)[..., None]
+        for part, part_lse in ((out_a, lse_a), (out_b, lse_b))
+    ]
+    result = parts[0] + parts[1]
+    return result if out is None else out.copy_(result), merged_lse if lse is None else lse.copy_(merged_lse)
 
 
 def copy_blocks(kv_cache: torch.Tensor, pairs: torch.Tensor) -> None:

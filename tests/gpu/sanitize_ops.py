@@ -143,6 +143,13 @@ def check_swap(device: str, dtype: torch.dtype, head_size: int) -> None:
     same(back[:, :, pairs[:, 0]], host[:, :, pairs[:, 0]], dtype)
 
 
+def check_merge(device: str, dtype: torch.dtype, states: list[torch.Tensor]) -> None:
+    """Out and lse of two parts, some without keys."""
+    expected = kernels.reference.merge_attention_states(*states)
+    for actual, wanted in zip(kernels.merge_attention_states(*(s.to(device) for s in states)), expected, strict=True):
+        same(actual.cpu(), wanted, dtype)
+
+
 def check_sample(device: str, dtype: torch.dtype, vocab_size: int) -> None:
     """Every kind of row at once, as the CPU draws them."""
     rows, width = 9, 6
@@ -217,6 +224,16 @@ def others(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
             tensors = [random(5, 3, d), random(5, 3, d), caches[0], caches[1], slots]
             name = f"reshape_and_cache {cache_dtype} D={d}"
             yield name, case("reshape_and_cache", tensors, key_scale=scales, value_scale=scales)
+        tables, start_loc = torch.tensor([[2, 0], [1, 3]]).int(), torch.tensor([0, 9, 12]).int()
+        for cache_dtype in (dtype, *QUANTIZED_CACHE_DTYPES):
+            caches = random(2, 4, 3, 7, d).to(cache_dtype)
+            tensors = [caches[0], caches[1], tables, start_loc, random(13, 3, d), random(13, 3, d)]
+            options = {} if cache_dtype is dtype else {"key_scale": scales, "value_scale": scales}
+            starts = torch.tensor([2, 0]).int()
+            yield f"gather_cache {cache_dtype} D={d}", case("gather_cache", tensors, starts=starts, **options)
+        states = [random(5, 3, d), torch.randn(5, 3), random(5, 3, d), torch.randn(5, 3)]
+        states[1][2:4], states[3][3:] = -torch.inf, -torch.inf
+        yield f"merge_attention_states D={d}", partial(check_merge, device, dtype, states)
         pairs = torch.tensor([[8, 0], [3, 1], [3, 2]])
         for kind in KINDS:
             yield (

@@ -59,6 +59,13 @@ def arguments(name: str, device: str) -> tuple[object, ...]:
             return w.weight, w.scales, None, None, torch.empty(40, 64, dtype=dtype, device=device), "int4"
         x, out = randn(3, 64).to(dtype), torch.empty(3, 40, dtype=dtype, device=device)
         return x, w.weight, w.scales, None, None, out, None, "int4"
+    if name == "gather_cache":
+        tables = torch.tensor([[0, 1], [3, 2]], dtype=torch.int32, device=device)
+        start_loc = torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
+        caches = randn(4, 2, 8, 16), randn(4, 2, 8, 16)
+        return *caches, tables, start_loc, randn(3, 2, 16), randn(3, 2, 16), None, None, None
+    if name == "merge_attention_states":
+        return randn(3, 2, 16), randn(3, 2), randn(3, 2, 16), randn(3, 2), randn(3, 2, 16), randn(3, 2)
     if name == "copy_blocks":
         return randn(2, 2, 4, 2, 8, 16), pairs
     if name == "swap_blocks":
@@ -76,7 +83,8 @@ def arguments(name: str, device: str) -> tuple[object, ...]:
 
 ROWWISE = ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding", "rotary_and_cache"]
 PACKED = ["quantized_matmul", "dequantize_weight"]
-NAMES = [*ROWWISE, *PACKED, "reshape_and_cache", "copy_blocks", "swap_blocks", "sample", "paged_attention"]
+CACHE = ["reshape_and_cache", "gather_cache", "copy_blocks", "swap_blocks"]
+NAMES = [*ROWWISE, *PACKED, *CACHE, "merge_attention_states", "sample", "paged_attention"]
 
 
 @pytest.mark.parametrize("name", NAMES)
