@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from research_engine.engine.config import EngineConfig
-from research_engine.engine.contract import Clock
+from research_engine.engine.contract import Clock, Scheduler
 from research_engine.engine.engine import Engine
 from research_engine.engine.errors import PolicyError
 from research_engine.engine.records import Records
@@ -44,6 +44,7 @@ def task_of(options: EngineOptions, config: ModelConfig) -> str:
 def build_embedding_engine(
     options: EngineOptions,
     loaded: LoadedModel,
+    scheduler: Scheduler,
     *,
     token_budget: int,
     clock: Clock | None = None,
@@ -58,9 +59,8 @@ def build_embedding_engine(
         clock, records: as `Engine` takes them.
 
     Raises:
-        OptionError, LoadError, ValueError: an option, the model's pooling or the scheduler's name or parameters.
+        LoadError: the model's pooling or heads.
     """
-    import schedulers
     from research_engine.executors.embedding import EmbeddingExecutor
     from research_engine.loading.pooling import load_pooling
     from research_engine.loading.token_heads import load_token_heads
@@ -85,7 +85,6 @@ def build_embedding_engine(
         check_integrity=options.check_integrity,
         overlap=on_gpu if options.overlap is None else options.overlap,
     )
-    scheduler = schedulers.create(options.scheduler, **options.scheduler_params)
     model = loaded.model
     heads = load_token_heads(loaded.source, loaded.config.hidden_size, dtype=model.dtype, device=model.device)
     return Engine(config, scheduler, EmbeddingExecutor(model, pooling, heads), clock=clock, records=records)

@@ -127,7 +127,7 @@ def build_engine(
         loaded = load(options)
     if task_of(options, loaded.config) == "embed":
         budget = _token_budget(options, loaded.model.device)
-        return build_embedding_engine(options, loaded, token_budget=budget, clock=clock, records=records)
+        return build_embedding_engine(options, loaded, scheduler, token_budget=budget, clock=clock, records=records)
     model, tokenizer = loaded.model, loaded.tokenizer
     plan = _measure_memory(options, loaded)
     room = None if plan is None else plan.room

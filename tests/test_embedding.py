@@ -238,3 +238,11 @@ def test_heads_that_are_not_there_are_named(m3: Any, bert: Path, tmp_path: Path)
     torch.save({"weight": torch.zeros(9, 63), "bias": torch.zeros(9)}, tmp_path / "colbert_linear.pt")
     with pytest.raises(LoadError, match=r"shapes \[9, 63\] and \[9\]; they must be \[9, 64\] and \[9\]"):
         LLM(str(tmp_path), **TINY)
+
+
+def test_a_decoder_that_looks_both_ways_is_refused(tmp_path: Path) -> None:
+    make_model(FAMILIES["qwen2"]).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "is_causal": False}))
+    with pytest.raises(LoadError, match="is_causal must be one of True"):
+        LLM(str(tmp_path), task="embed", **TINY)

@@ -287,9 +287,9 @@ def main(source: EngineSource, sock: socket.socket, log_level: int = logging.INF
 
 def _ready(parts: EngineParts) -> Ready:
     config, clock = parts.engine.config, parts.engine.clock
-    facts = {**asdict(config), **parts.facts, "eos_token_ids": list(config.eos_token_ids)}
     zero = time.perf_counter() - clock.now()
     longest = config.max_model_len - (not parts.generates)  # an embedding has no room for an output token
+    facts = {**asdict(config), **parts.facts, "eos_token_ids": list(config.eos_token_ids), "max_model_len": longest}
     return Ready(
         zero, os.getpid(), longest, config.vocab_size, facts, embeds=parts.embed is not None, generates=parts.generates
     )
