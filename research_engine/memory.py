@@ -62,6 +62,8 @@ def main(options: Annotated[MemoryOptions, tyro.conf.arg(name="")]) -> int:
     import torch
 
     config = config_alone(options.model)
+    if not (config.causal and config.head):
+        raise ValueError(f"{options.model}: {config.architecture} embeds, and has no KV cache to plan for")
     most = config.max_position_embeddings
     if options.max_model_len is not None and options.max_model_len > most:
         raise ValueError(f"max_model_len = {options.max_model_len}: {options.model} has {most} positions at most")

@@ -9,7 +9,7 @@ import torch
 
 from research_engine import cli
 from research_engine.executors.memory_plan import GIB, MemoryPlan, NoRoomError, plan_from_config
-from research_engine.memory import config_alone
+from research_engine.memory import MemoryOptions, config_alone, main
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -88,3 +88,8 @@ def test_a_wrong_wish_is_named_with_its_rule(llama, capsys, arguments, rule):
 
     assert cli.main(["memory", str(llama), *arguments]) == 2
     assert re.search(rule, capsys.readouterr().err)
+
+
+def test_an_encoder_has_no_cache_to_plan_for() -> None:
+    with pytest.raises(ValueError, match=r"BertModel embeds, and has no KV cache"):
+        main(MemoryOptions("dummy:minilm-l6"))
