@@ -110,14 +110,11 @@ class Engine:
         predicted_tokens: int | None = None,
         computed_tokens: int = 0,
     ) -> list[Request]:
-        """Queue a prompt; with n > 1 it becomes n requests `id/0`, `id/1` ... that share the prompt's blocks.
+        """Queue a prompt; returns its continuations: n > 1 are requests `id/0`, `id/1` ... that share its blocks.
 
         Args:
             arrival_time: scheduled arrival in clock seconds; now when None.
             computed_tokens: leading tokens of the prompt whose KV was computed elsewhere and comes with the request.
-
-        Returns:
-            The continuations, n of them.
 
         Raises:
             RequestError: it could never be served; says which value breaks which limit. Nothing was queued.
@@ -192,16 +189,8 @@ class Engine:
             batch = self.kv_cache.commit(plan, self.queues.live, view.step)
         if self.decisions is not None:
             self.decisions.add(view.step, view.now, plan)
-        for gone in batch.preempted:
-            self.queues.preempt(gone.request_id)
-        for request in batch.admitted:
-            self.queues.admit(request)
-            request._admitted_time = view.now
-            if request._first_scheduled_time is None:
-                request._first_scheduled_time = view.now
-        batch.started = view.now
-        batch.committed = self.clock.now()
-        batch.wake_at = plan.wake_at
+        self.queues.carry_out(batch, view.now)
+        batch.started, batch.committed, batch.wake_at = view.now, self.clock.now(), plan.wake_at
         return batch
 
     def execute(self, batch: Batch) -> Pending:
@@ -281,10 +270,7 @@ class Engine:
             return []
         (batch, pending, record), self._in_flight = self._in_flight, None
         outputs = self._emit(batch, pending)
-        if len(outputs) < sum(record.drew):  # some had ended before, which was not known when it was handed over
-            out = {output.request.id for output in outputs}
-            record.drew = [name in out for name in record.request_ids]
-        record.executed, record.finished = batch.executed, self.clock.now()
+        record.complete(batch.executed, self.clock.now(), {output.request.id for output in outputs})
         self.records.add_step(record)
         return outputs
 
