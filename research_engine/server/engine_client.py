@@ -135,8 +135,10 @@ class Generation:
                 waiting.token_ids += delta.token_ids
                 waiting.text += delta.text
                 waiting.finish = delta.finish
-                if delta.logprobs is not None:
-                    waiting.logprobs = (waiting.logprobs or []) + delta.logprobs
+                if waiting.logprobs is None:
+                    waiting.logprobs = delta.logprobs
+                elif delta.logprobs is not None:
+                    waiting.logprobs += delta.logprobs
                 return True
         return False
 
