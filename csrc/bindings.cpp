@@ -245,6 +245,19 @@ void rotary_embedding(py::handle positions, py::handle query, py::handle key, py
                            cuda::rotary_embedding(p, q, k, table, interleaved, stream));
 }
 
+void rotary_and_cache(py::handle positions, py::handle query, py::handle key, py::handle value, py::handle cos_sin,
+                      py::handle key_cache, py::handle value_cache, py::handle slot_mapping, bool interleaved, py::handle key_scale,
+                      py::handle value_scale, uintptr_t stream_address) {
+  const TensorView p = view(positions), q = view(query), k = view(key), v = view(value), table = view(cos_sin);
+  const TensorView kc = view(key_cache), vc = view(value_cache), slots = view(slot_mapping), ks = view(key_scale), vs = view(value_scale);
+  require_one_device({{"query", q}, {"key", k}, {"value", v}, {"positions", p}, {"cos_sin", table}, {"key_cache", kc},
+                      {"value_cache", vc}, {"slot_mapping", slots}, {"key_scale", ks}, {"value_scale", vs}});
+  RESEARCH_ENGINE_DISPATCH(q, check_positions(p, table.shape[0]); check_slots(slots, kc.shape[0] * kc.shape[2]);
+                           check_scales("key_scale", ks); check_scales("value_scale", vs);
+                           cpu::rotary_and_cache(p, q, k, v, table, kc, vc, slots, interleaved, ks, vs),
+                           cuda::rotary_and_cache(p, q, k, v, table, kc, vc, slots, interleaved, ks, vs, stream));
+}
+
 void silu_and_mul(py::handle x, py::handle out, uintptr_t stream_address) {
   const TensorView in = view(x), result = view(out);
   require_one_device({{"x", in}, {"out", result}});
@@ -333,6 +346,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("rms_norm", &rms_norm);
   m.def("fused_add_rms_norm", &fused_add_rms_norm);
   m.def("rotary_embedding", &rotary_embedding);
+  m.def("rotary_and_cache", &rotary_and_cache);
   m.def("silu_and_mul", &silu_and_mul);
   m.def("quantized_matmul", &quantized_matmul);
   m.def("dequantize_weight", &dequantize_weight);

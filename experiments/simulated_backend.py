@@ -9,6 +9,7 @@ from experiments.config import ConfigError, TrialSettings
 from experiments.workloads.samples import Encoder
 
 if TYPE_CHECKING:
+    from research_engine.engine.config import EngineConfig
     from research_engine.engine.engine import Engine
     from research_engine.models.config import ModelConfig
     from research_engine.simulation.cost_model import CostModel
@@ -79,10 +80,20 @@ class SimulatedBackend:
         several = f"{self._cost_model.num_gpus} x " if self._cost_model.num_gpus > 1 else ""
         return f"simulated {several}{self._cost_model.gpu.name}, roofline"
 
+    def config(self, settings: TrialSettings) -> EngineConfig:
+        return self._config(settings, 0)
+
     def engine(self, settings: TrialSettings, seed: int) -> Engine:
         import schedulers
+        from research_engine.simulation.build import simulated_engine
+
+        assert self._cost_model is not None
+        scheduler = schedulers.create(settings.scheduler, **settings.scheduler_params)
+        return simulated_engine(self._config(settings, seed), scheduler, self._cost_model)
+
+    def _config(self, settings: TrialSettings, seed: int) -> EngineConfig:
         from research_engine.engine.config import EngineConfig
-        from research_engine.simulation.build import bytes_per_element, kv_blocks_of, simulated_engine
+        from research_engine.simulation.build import bytes_per_element, kv_blocks_of
 
         assert self._model is not None
         block_bytes = self.bytes_per_block(settings)
@@ -111,18 +122,19 @@ class SimulatedBackend:
             host_blocks = int(settings.swap_space * 2**30) // block_bytes
         longest = settings.max_model_len or self._model.max_position_embeddings
         num_blocks = min(num_blocks, settings.max_num_seqs * -(-longest // settings.block_size))
-        config = EngineConfig(
+        return EngineConfig(
             num_blocks=num_blocks,
             block_size=settings.block_size,
             num_host_blocks=host_blocks,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=budget,
             max_model_len=settings.max_model_len or max(2, min(longest, num_blocks * settings.block_size)),
+            max_num_queued=settings.max_num_queued,
+            reservation=settings.reservation,
+            on_fault=settings.on_fault,
+            schedule_limit=settings.schedule_limit,
             enable_prefix_caching=settings.enable_prefix_caching,
             vocab_size=self._model.vocab_size,
             eos_token_ids=self._model.eos_token_ids,
             seed=seed,
         )
-        scheduler = schedulers.create(settings.scheduler, **settings.scheduler_params)
-        assert self._cost_model is not None
-        return simulated_engine(config, scheduler, self._cost_model)

@@ -25,7 +25,7 @@ from research_engine.engine.errors import PolicyError
 from research_engine.engine.records import Records, RequestRecord
 from research_engine.engine.request import Request
 from research_engine.engine.sampling_params import SamplingParams
-from research_engine.options import EngineOptions, OptionError, choose_device, choose_dtype
+from research_engine.options import EngineOptions, OptionError, choose_device, choose_dtype, choose_kv_cache_dtype
 from research_engine.outputs import CompletionOutput, Logprob, RequestOutput, merged_record
 from research_engine.structured_outputs import GrammarCompiler
 
@@ -81,7 +81,16 @@ def load(options: EngineOptions, *, progress: bool = True) -> LoadedModel:
         progress=progress,
         max_model_len=options.max_model_len,
         trust_remote_code=options.trust_remote_code,
+        weight_packing=options.weight_packing,
     )
+    if options.batch_invariant:
+        if not hasattr(model, "make_batch_invariant"):
+            what = f"{config.architecture} runs on transformers' modules, which are not"
+            raise OptionError(f"batch_invariant = True: {what}")
+        try:
+            model.make_batch_invariant()
+        except ValueError as error:
+            raise OptionError(str(error)) from error
     return LoadedModel(source, config, model, tokenizer)
 
 
@@ -121,8 +130,12 @@ def build_engine(
             "the scheduler's preemption = 'swap' needs host blocks: set swap_space (GiB) or num_host_blocks"
         )
     try:
-        graph_sizes = [] if options.enforce_eager else ladder(config.max_num_seqs)
-        executor = TorchExecutor(model, config, graph_sizes=graph_sizes)
+        executor = TorchExecutor(
+            model,
+            config,
+            cache_dtype=choose_kv_cache_dtype(options.kv_cache_dtype, model.dtype),
+            graph_sizes=[] if options.enforce_eager else ladder(config.max_num_seqs),
+        )
         executor.capture(lambda done, count: LOG.info("CUDA graphs: %d of %d captured", done, count))
     except RuntimeError as error:  # what torch raises when memory is short, on a CPU and on a GPU
         sizes = f"num_blocks = {config.num_blocks}, num_host_blocks = {config.num_host_blocks}"
@@ -153,7 +166,8 @@ def engine_config(
 
     budget_tokens = _token_budget(options, device)
     max_len = options.max_model_len or model.max_position_embeddings
-    block_bytes = kv_bytes_per_block(model, options.block_size, dtype)
+    cache_dtype = choose_kv_cache_dtype(options.kv_cache_dtype, dtype)
+    block_bytes = kv_bytes_per_block(model, options.block_size, cache_dtype)
     num_blocks = options.num_blocks
     if num_blocks is None:
         if options.kv_cache_memory is not None:
@@ -183,6 +197,8 @@ def engine_config(
         max_model_len=options.max_model_len or max(2, min(max_len, num_blocks * options.block_size)),
         max_num_queued=options.max_num_queued,
         reservation=options.reservation,
+        on_fault=options.on_fault,
+        schedule_limit=options.schedule_limit,
         enable_prefix_caching=options.enable_prefix_caching,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids or (tokenizer.eos_token_ids if tokenizer is not None else ()),
@@ -209,10 +225,11 @@ def _measure_memory(options: EngineOptions, loaded: LoadedModel) -> MemoryPlan |
     from research_engine.executors.memory_plan import GIB, NoRoomError
     from research_engine.executors.memory_profile import measured_plan
 
+    cache_dtype = choose_kv_cache_dtype(options.kv_cache_dtype, model.dtype)
     plan = measured_plan(
         model,
         utilization=options.gpu_memory_utilization,
-        kv_bytes_per_token=kv_bytes_per_block(loaded.config, 1, model.dtype),
+        kv_bytes_per_token=kv_bytes_per_block(loaded.config, 1, cache_dtype),
         block_size=options.block_size,
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,

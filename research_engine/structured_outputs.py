@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import re
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from research_engine.engine.sampling_params import SamplingParams
 from research_engine.engine.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from research_engine.loading.tokenizer import Tokenizer
+
+
+T = TypeVar("T")
+MAX_GRAMMAR_BYTES = 65536
+MAX_RULES = 250  # of a grammar, references of a schema: llguidance's time for a faulty chain of them is quadratic
+_STACK_BYTES = 256 * 2**20  # only what is used of it takes memory
+_RULE = re.compile(r"^[ \t]*\??\w+(?:\.\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
+_stack_size_lock = threading.Lock()  # the size is the process's, not the thread's
 
 
 class GrammarCompiler:
@@ -34,24 +44,21 @@ class GrammarCompiler:
         """
         if sampling.structured_outputs is None:
             return None
-        from llguidance import LLMatcher
-
-        matcher = LLMatcher(self._vocabulary(), self._grammar(sampling.structured_outputs), log_level=0)
-        if matcher.is_error():
-            raise ValueError(f"structured_outputs: {_reason(matcher.get_error())}")
-        return LLGuidanceConstraint(matcher)
+        return LLGuidanceConstraint(self._compile(sampling.structured_outputs))
 
     def check(self, params: StructuredOutputsParams) -> None:
-        """As making a constraint, without one.
+        """Raises ValueError as making a constraint does; lets other threads run meanwhile."""
+        self._compile(params)
 
-        Raises:
-            ValueError: as above.
-        """
+    def _compile(self, params: StructuredOutputsParams) -> Any:
+        """An LLMatcher; building one releases the interpreter's lock."""
         from llguidance import LLMatcher
 
-        error = LLMatcher.validate_grammar(self._grammar(params), self._vocabulary())
-        if error and not error.startswith("WARNING"):
-            raise ValueError(f"structured_outputs: {_reason(error)}")
+        vocabulary, grammar = self._vocabulary(), self._grammar(params)
+        matcher = _with_large_stack(lambda: LLMatcher(vocabulary, grammar, log_level=0))
+        if matcher.is_error():
+            raise ValueError(f"structured_outputs: {_reason(matcher.get_error())}")
+        return matcher
 
     def _vocabulary(self) -> Any:
         if self._compiled is None:
@@ -61,8 +68,18 @@ class GrammarCompiler:
             self._compiled = LLTokenizer(self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=ends or None)
         return self._compiled
 
+    def _grammar(self, params: StructuredOutputsParams) -> str:
+        grammar = self._unchecked_grammar(params)
+        size = len(grammar.encode())
+        if size > MAX_GRAMMAR_BYTES:
+            raise ValueError(f"structured_outputs: the grammar has {size} bytes; at most {MAX_GRAMMAR_BYTES} are taken")
+        rules = len(_RULE.findall(params.grammar)) if params.grammar is not None else grammar.count('"$ref"')
+        if rules > MAX_RULES:
+            raise ValueError(f"structured_outputs: {rules} rules or references; at most {MAX_RULES} are taken")
+        return grammar
+
     @staticmethod
-    def _grammar(params: StructuredOutputsParams) -> str:
+    def _unchecked_grammar(params: StructuredOutputsParams) -> str:
         from llguidance import LLMatcher
 
         if params.json_object:
@@ -72,11 +89,15 @@ class GrammarCompiler:
             if isinstance(schema, str):
                 try:
                     schema = json.loads(schema)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise ValueError(f"json is no JSON: {error}") from None
             if not isinstance(schema, Mapping):
                 raise ValueError(f"json = {schema!r}: a JSON schema is an object")
-            return LLMatcher.grammar_from_json_schema(json.dumps(dict(schema)))
+            try:
+                text = json.dumps(dict(schema))
+            except (RecursionError, TypeError, ValueError) as error:
+                raise ValueError(f"json is no JSON schema: {error}") from None
+            return LLMatcher.grammar_from_json_schema(text)
         if params.regex is not None:
             return LLMatcher.grammar_from_regex(params.regex)
         if params.choice is not None:
@@ -107,6 +128,20 @@ class LLGuidanceConstraint:
         if self._matcher.is_error():
             return "error"
         return "stop" if self._matcher.is_stopped() else None
+
+
+def _with_large_stack(function: Callable[[], T]) -> T:
+    """llguidance descends into rules and references by recursion; thousands of them overflow a usual stack."""
+    results: list[T] = []
+    with _stack_size_lock:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread = threading.Thread(target=lambda: results.append(function()))
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    return results[0]
 
 
 def _reason(error: str) -> str:

@@ -56,9 +56,7 @@ def test_llama_8b_takes_131072_bytes_a_token_and_16_gb_of_weights(llama):
 
 
 def test_what_does_not_fit_is_refused_with_the_length_that_does_and_the_remedies_in_order():
-    with pytest.raises(
-        NoRoomError, match=r"max_model_len = 100000 takes 12\.21 GiB"
-    ) as caught:
+    with pytest.raises(NoRoomError, match=r"max_model_len = 100000 takes 12\.21 GiB") as caught:
         plan(max_model_len=100_000).check()
     message = str(caught.value)
     assert f"at most {plan().num_tokens} tokens" in message

@@ -96,6 +96,10 @@ struct Sampling {
   /* query [T, Hq, D], key [T, Hkv, D] rotated in place; cos_sin [max_position, rotary_dim], cosines first */        \
   void rotary_embedding(TensorView positions, TensorView query, TensorView key, TensorView cos_sin,                  \
                         bool interleaved STREAM_ARG);                                                                \
+  /* queries rotated in place; keys rotated into the cache, `key` itself is not changed; values into the cache */    \
+  void rotary_and_cache(TensorView positions, TensorView query, TensorView key, TensorView value, TensorView cos_sin, \
+                        TensorView key_cache, TensorView value_cache, TensorView slot_mapping, bool interleaved,     \
+                        TensorView key_scale, TensorView value_scale STREAM_ARG);                                    \
   void silu_and_mul(TensorView x, TensorView out STREAM_ARG); /* [T, 2I] -> [T, I] */                                \
   void quantized_matmul(const QuantizedMatmul& args STREAM_ARG); /* out = x W^T */                                   \
   void dequantize_weight(const QuantizedWeight& weight, TensorView out STREAM_ARG); /* W as floats, [N, K] */        \
@@ -120,6 +124,9 @@ void swap_blocks(TensorView source, TensorView destination, TensorView pairs, St
 int64_t paged_attention_workspace(const PagedAttention& args);
 // float32 elements that quantized_matmul uses as `workspace` for T rows of x and a weight of N padded columns and depth K.
 int64_t quantized_matmul_workspace(QuantizedKind kind, int64_t tokens, int64_t columns, int64_t depth, int device);
+// reshape_and_cache where the caches' type is not the tokens'.
+void write_quantized(TensorView key, TensorView value, TensorView key_cache, TensorView value_cache, TensorView slot_mapping,
+                     TensorView key_scale, TensorView value_scale, Stream stream);
 // float32 elements of `sample`'s workspace where it has penalties or biases.
 int64_t sample_workspace(int64_t rows, int64_t vocab_size, int device);
 int device_count();                              // 0 without a driver, never throws

@@ -467,7 +467,7 @@ template <typename T> void launch_for_type(const PagedAttention& args, PrefillPa
 }  // namespace
 
 bool prefill_wgmma_supports(const PagedAttention& args, const AttentionParams& params) {
-  if (args.query.dtype != DType::bf16 && args.query.dtype != DType::f16) return false;
+  if ((args.query.dtype != DType::bf16 && args.query.dtype != DType::f16) || args.key_cache.dtype != args.query.dtype) return false;
   if (params.head_size % 8 != 0 || params.head_size > kMaxHeadSize || !params.vectors) return false;
   if (!vector_aligned(args.query, params.query_token_stride) || !vector_aligned(args.query, params.query_head_stride) ||
       !vector_aligned(args.out, params.out_token_stride) || !vector_aligned(args.out, params.out_head_stride)) {

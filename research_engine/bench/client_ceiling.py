@@ -68,8 +68,8 @@ class Ceiling:
     def of_a_core(self) -> str:
         """What a client that had nothing but this to do would take."""
         if self.kind == "whole":
-            return f"{self.requests / self.cpu_share:,.0f} req/s"
-        return f"{1e6 / self.microseconds:,.0f} tok/s"
+            return f"{self.requests / self.cpu_share / 1000:.3g}k req/s"
+        return f"{1000 / self.microseconds:.3g}k tok/s"
 
 
 def main(options: Annotated[ClientBenchOptions, tyro.conf.arg(name="")]) -> int:

@@ -22,7 +22,7 @@ _RATES = ("request_throughput", "request_goodput", "slo_attainment", "output_thr
 _COUNTS = ("completed", "failed", "unfinished")
 # What must be the same for two results to be of the same load.
 _LOAD = ("backend", "num_prompts", "request_rate", "burstiness", "max_concurrency", "dataset", "tokenizer_id")
-_SKIPPED = {"created", "date", "id"}  # of what a server says: differ between any two starts
+_SKIPPED = {"created", "started", "date", "id", "port"}  # of what a server says: differ between any two starts
 
 
 class Change(NamedTuple):
@@ -43,6 +43,8 @@ def main(
     """
     if len(files) < 2:
         raise ValueError(f"{len(files)} files: needs two or more, the baseline first")
+    if len({path.resolve() for path in files}) < len(files):
+        raise ValueError("a file is given twice")
     sides = {_name(path, files): read_results(path) for path in files}
     console = Console()
     console.print(comparison_table(sides))

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from research_engine.bench import kernel_problems as problems
 from research_engine.bench.kernel_problems import Problem, Setting, Sizes
+from research_engine.bench.quantized_problems import make_quantized_matmul
 from research_engine.kernels.attention import CPU_PATHS, PATHS
 
-DEFAULT_SIZES = {"Hq": 32, "Hkv": 8, "D": 128, "block": 16}
+DEFAULT_SIZES = {"Hq": 32, "Hkv": 8, "D": 128, "block": 16, "group": 128}
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class Op:
     cpu_paths: tuple[str, ...] = ("auto",)
     all_paths: bool = False
     has_product: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of a shape's numbers, in their order."""
+        return tuple(re.split("[x/:]", self.form))
 
     def parse(self, text: str) -> dict[str, int]:
         """The sizes of a shape, `128x4096:32/8/128:16` for the form `BxL:Hq/Hkv/D:block`.
@@ -111,6 +117,19 @@ def swap_work(sizes: Sizes, element_size: int, path: str) -> Work:
     """Over the link between GPU and host a byte counts once, in memory alone twice."""
     moved = _blocks_bytes(sizes, element_size)
     return Work(2 * moved, 0, "copy") if path == "auto" else Work(moved, 0, "to host" if path == "out" else "to device")
+
+
+def _quantized_op(kind: str, bits: int) -> Op:
+    """Products with weights of a kind; the bytes of scales and zeros are those of two bytes and one a group."""
+
+    def work(sizes: Sizes, element_size: int, path: str) -> Work:
+        n, k, rows = sizes["N"], sizes["K"], sizes["T"]
+        weight = n * k * bits // 8 + n * -(-k // sizes["group"]) * 3
+        return Work(weight + rows * (n + k) * element_size, 2 * rows * n * k, "read")
+
+    cuda = tuple(f"{t}x{shape}:128" for shape in ("4096x14336", "28672x4096") for t in (1, 4, 8, 16, 64))
+    cpu = ("1x1024x2048:128", "8x1024x2048:128")
+    return Op("TxNxK:group", cuda, cpu, work, make_quantized_matmul(kind), has_product=True)
 
 
 _DECODE_SHAPES = (
@@ -187,6 +206,9 @@ OPS: dict[str, Op] = {
         ),
         problems.make_rotary_embedding,
     ),
+    "w4a16": _quantized_op("int4", 4),
+    "w8a16": _quantized_op("int8", 8),
+    "w8a16_float8": _quantized_op("float8", 8),
     "reshape_and_cache": Op(
         "T:Hkv/D:block",
         ("256:8/128:16", "8192:8/128:16"),

@@ -32,6 +32,7 @@ class Setting:
     dtype: torch.dtype
     path: str
     seed: int = 0
+    split_size: int | None = None  # of attention: keys that one work item takes; None lets the kernel choose
 
     def generator(self) -> torch.Generator:
         """A fresh one of this setting's device and seed."""
@@ -103,6 +104,7 @@ def make_attention(sizes: Sizes, setting: Setting) -> Problem:
             inputs.key_cache,
             inputs.block_tables,
             path=setting.path,
+            split_size=setting.split_size,
             max_query_len=queries,
             max_seq_len=keys,
         )
@@ -118,6 +120,7 @@ def make_attention(sizes: Sizes, setting: Setting) -> Problem:
             scale=inputs.scale,
             out=out,
             path=setting.path,
+            split_size=setting.split_size,
             workspace=workspace,
             max_query_len=queries,
             max_seq_len=keys,

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated, Any
 
 import tyro
@@ -111,7 +112,8 @@ class ServeClient:
             tokenizer_id = None if target.skip_tokenizer_init else target.tokenizer or root
             tokenizer = None if tokenizer_id is None else load_client_tokenizer(tokenizer_id)
             as_text = target.backend == "openai-chat"
-            dataset = build_dataset(options.dataset, options.traffic.seed, tokenizer, as_text=as_text)
+            chosen = replace(options.dataset, self_timed=options.takes_trace_times)
+            dataset = build_dataset(chosen, options.traffic.seed, tokenizer, as_text=as_text)
         except BaseException:
             await pool.close()
             raise
@@ -137,22 +139,16 @@ class ServeClient:
         options = self.options
         if traffic.num_warmups:
             warm = self.dataset.draw(traffic.num_warmups, -1)
-            await self._drive(Load(warm, self._requests(warm, "warmup"), None, options.target.is_streamed,
-                                   traffic.max_concurrency, options.target.request_timeout_sec), "warm-up")  # fmt: skip
+            driver = await self._drive(self._load(warm, "warmup", None, traffic), "warm-up")
+            if driver.result.is_interrupted:
+                raise KeyboardInterrupt
         run, self._runs = self._runs, self._runs + 1
         samples = self.dataset.draw(traffic.num_prompts, run)
         arrivals = arrival_times(traffic, len(samples), stream(traffic.seed, "arrivals"))
-        if self.dataset.is_timed and arrivals is None:
+        if self.dataset.is_timed:
             scale = options.dataset.trace_time_scale
             arrivals = [(sample.arrival or 0.0) * scale for sample in samples]
-        load = Load(
-            samples,
-            self._requests(samples, str(run)),
-            arrivals,
-            options.target.is_streamed,
-            traffic.max_concurrency,
-            options.target.request_timeout_sec,
-        )
+        load = self._load(samples, str(run), arrivals, traffic)
         repeated = self._count_repeated(samples)
         facts, before = await server_facts(self._pool), await counters(self._pool)
         driver = await self._drive(load, "requests")
@@ -179,6 +175,19 @@ class ServeClient:
             with _on_interrupt(driver.stop):
                 await driver.run()
         return driver
+
+    def _load(
+        self, samples: Sequence[Sample], run: str, arrivals: Sequence[float] | None, traffic: TrafficOptions
+    ) -> Load:
+        target = self.options.target
+        return Load(
+            samples,
+            self._requests(samples, run),
+            arrivals,
+            target.is_streamed,
+            traffic.max_concurrency,
+            target.request_timeout_sec,
+        )
 
     def _requests(self, samples: Sequence[Sample], run: str) -> list[bytes]:
         options, target = self.options, self.options.target

@@ -96,7 +96,7 @@ class DatasetOptions:
         sharegpt_output_len: output tokens; those of the conversation's answer when None.
         custom_output_len: output tokens; -1 takes the file's "output_tokens".
         disable_shuffle: take a custom file from its top.
-        self_timed: send a trace's requests at its own times.
+        self_timed: send a trace's requests at its own times, unless a rate, a ramp or a sweep is given.
         trace_time_scale: the trace's times are multiplied by it: 0.5 doubles the rate.
         prefix_repetition_prefix_len: tokens of a prefix.
         prefix_repetition_suffix_len: tokens after it.
@@ -374,6 +374,16 @@ class ServeBenchOptions:
         slo = self.report.slo
         if slo is not None and not self.target.is_streamed and (slo.ttft is not None or slo.tpot is not None):
             raise ValueError("goodput: ttft and tpot need streamed answers; e2el does not")
+        name = self.report.result_filename
+        if self.traffic.sweep_rates is not None and name is not None and not name.endswith(".json"):
+            raise ValueError(f"result_filename = {name!r}: must end in .json, for .csv, .md and .png stand beside it")
+
+    @property
+    def takes_trace_times(self) -> bool:
+        """Whether a trace is sent at its own times: a rate, a ramp or a sweep sets others."""
+        traffic = self.traffic
+        own = math.isinf(traffic.request_rate) and traffic.ramp_up_strategy is None and traffic.sweep_rates is None
+        return self.dataset.self_timed and own
 
     @property
     def ignores_eos(self) -> bool:

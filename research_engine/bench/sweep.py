@@ -61,9 +61,12 @@ async def run_sweep(client: Measures, options: ServeBenchOptions) -> int:
         if math.isfinite(float(run["request_rate"])):
             for reason in run["why_not"]:
                 print(f"{run['request_rate']:g} req/s is not sustained: {reason}")
+        where = "all at once" if run["request_rate"] == "inf" else f"{run['request_rate']:g} req/s"
         for remark in [f"WARNING: {warning}" for warning in run["warnings"]] + errors_of(run):
-            print(f"at {run['request_rate']} req/s: {remark}")
+            print(f"{where}: {remark}")
     print(saturation_line(sweep.saturation))
+    if any(run["void"] for run in sweep.runs if run["request_rate"] == sweep.saturation.failed):
+        print("At the rate that is not, the load did not arrive as planned: that limit may be the client's.")
     if options.report.save_result and sweep.runs:
         try:
             for path in write_sweep(sweep, options):
@@ -209,7 +212,7 @@ def sweep_table(sweep: Sweep, options: ServeBenchOptions) -> Table:
     """For a terminal, latencies as median / highest percentile asked for; the reasons are told below it."""
     tail = max(options.report.percentiles)
     names = options.report.metrics_of(options.target.is_streamed)
-    table = Table(box=SIMPLE, title=f"latencies in ms: median / P{tail:g}", title_justify="left")
+    table = Table(box=SIMPLE, title=f"latencies in ms: median/P{tail:g}", title_justify="left")
     has_limits = options.report.slo is not None
     for name in ("rate", "failed", "req/s", "tok/s", *(["in limits"] if has_limits else []), *map(str.upper, names)):
         table.add_column(name, justify="right")
@@ -218,7 +221,7 @@ def sweep_table(sweep: Sweep, options: ServeBenchOptions) -> Table:
         cells = [_cell(row[name]) for name in ("rate", "failed", "req/s", "tok/s")]
         if has_limits:
             cells.append(f"{row['in limits %']:.0f} %")
-        cells += [f"{_cell(row[f'{name} median ms'])} / {_cell(row[f'{name} P{tail:g} ms'])}" for name in names]
+        cells += [f"{_cell(row[f'{name} median ms'])}/{_cell(row[f'{name} P{tail:g} ms'])}" for name in names]
         table.add_row(*cells, "-" if run["request_rate"] == "inf" else "yes" if run["sustained"] else "no")
     return table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -112,7 +113,7 @@ def replay(
             if not (engine.idle and at < len(pending)):
                 continue
         if at < len(pending):
-            clock.sleep_until(start + pending[at].time)
+            clock.sleep_until(min(start + pending[at].time, math.inf if engine.wake_at is None else engine.wake_at))
     return ReplayReport(start, clock.now(), worst_lag, refused, entered)
 
 

@@ -19,6 +19,7 @@ from .clock import MonotonicClock
 from .config import EngineConfig
 from .contract import Batch, Clock, EngineView, Executor, Pending, SchedulePlan, Scheduler, StepResult
 from .decision_log import DecisionLog
+from .errors import PlanError
 from .guards import GuardedPolicy, ProgressGuard
 from .kv_cache import KVCache
 from .queues import RequestQueues
@@ -51,6 +52,7 @@ class Engine:
     Attributes:
         queues: who runs, waits and is new.
         idle: the last plan held nothing.
+        faults: of the policy, that were gone over because of on_fault = "go_on".
     """
 
     def __init__(
@@ -74,7 +76,8 @@ class Engine:
         self.queues = RequestQueues()
         self.num_steps = 0
         self.idle = True
-        self._policy = GuardedPolicy(scheduler)
+        self._policy = GuardedPolicy(scheduler, config)
+        self.faults = self._policy.faults
         if decisions is not None:
             decisions.policy = self._policy.name
         self._progress = ProgressGuard(config.stall_limit)
@@ -86,6 +89,11 @@ class Engine:
     @property
     def scheduler(self) -> Scheduler:
         return self._policy.scheduler
+
+    @property
+    def wake_at(self) -> float | None:
+        """Clock seconds until which an idle policy waits; None when it doesn't, or something has happened since."""
+        return self._progress.wake_at
 
     # Requests in and out.
 
@@ -125,6 +133,7 @@ class Engine:
         )  # fmt: skip
         self._num_added += len(group)
         self.queues.add(group)
+        self._progress.interrupt()
         self._policy.tell("on_arrival", group[0], self.num_steps)
         self._policy.raise_event_error()
         return group
@@ -149,7 +158,11 @@ class Engine:
     # The loop.
 
     def step(self) -> list[TokenOutput]:
-        """One iteration. Returns the tokens that came out, in batch order; with overlap those of the step before."""
+        """One iteration. Returns the tokens that came out, in batch order; with overlap those of the step before.
+
+        After a step in which the policy chose to wait, it first lets the time pass until `wake_at`.
+        """
+        self._progress.rest(self.clock)
         view = self.view()
         plan = self.plan(view)
         batch = self.commit(plan, view)
@@ -163,15 +176,20 @@ class Engine:
         return EngineView(
             now=self.clock.now(), step=self.num_steps, config=self.config, cache=self.kv_cache,
             running=queues.running, preempted=queues.returning, new=queues.new,
+            explains=self.decisions is not None,
         )  # fmt: skip
 
     def plan(self, view: EngineView) -> SchedulePlan:
-        """Ask the policy; raises PolicyError when it raises, or returns something else than a SchedulePlan."""
+        """Ask the policy; raises PolicyError when it raises, takes too long, or returns no SchedulePlan."""
         return self._policy.schedule(view)
 
     def commit(self, plan: SchedulePlan, view: EngineView) -> Batch:
         """Carry the plan out on the books, or raise PlanError and change nothing."""
-        batch = self.kv_cache.commit(plan, self.queues.live, view.step)
+        try:
+            batch = self.kv_cache.commit(plan, self.queues.live, view.step)
+        except PlanError as error:
+            plan = self._policy.instead(error, view)
+            batch = self.kv_cache.commit(plan, self.queues.live, view.step)
         if self.decisions is not None:
             self.decisions.add(view.step, view.now, plan)
         for gone in batch.preempted:
@@ -183,6 +201,7 @@ class Engine:
                 request._first_scheduled_time = view.now
         batch.started = view.now
         batch.committed = self.clock.now()
+        batch.wake_at = plan.wake_at
         return batch
 
     def execute(self, batch: Batch) -> Pending:
@@ -206,10 +225,9 @@ class Engine:
                 self._in_flight = (batch, result, record)
             else:
                 self.records.add_step(record)
-            self._policy.tell("on_step", record, batch.step)
+            self._policy.tell("on_step", record.copy(), batch.step)
         self.num_steps += 1
-        if self.config.check_integrity or not self.queues.live:
-            self.kv_cache.check_integrity(self.queues.live.values())
+        self.kv_cache.balance_when_due(self.queues.live)
         self._policy.raise_event_error()
         self._progress.after(batch, progress, self.queues, self.kv_cache, self._policy.name)
         return outputs
@@ -286,6 +304,7 @@ class Engine:
             self._retire(request, reason)
         request._finish_reason = reason
         self.queues.end(request)
+        self._progress.interrupt()
         self.records.add_request(RequestRecord.of(request))
 
     def _or_fail(self, call: Callable[[], Answer]) -> Answer:

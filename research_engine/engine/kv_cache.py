@@ -27,6 +27,8 @@ from .plan_rules import check_plan
 from .request import RUNNING, Request, Status
 from .reservation import blocks_for
 
+_BLOCKS_CHECKED_PER_STEP = 16
+
 
 class KVCache:
     """Blocks, references, prefix cache; turns a SchedulePlan into a Batch or refuses it whole.
@@ -51,6 +53,7 @@ class KVCache:
         self._tokens_held = 0  # computed tokens of running requests, shared ones counted for each
         self._extra_refs = 0  # sum over blocks of refs - 1 where positive; only full blocks stay shared
         self.num_evictions = 0
+        self._steps_unchecked = 0  # since the books were last balanced
 
     # What is there.
 
@@ -321,6 +324,18 @@ class KVCache:
         self._extra_refs -= 1
 
     # Invariants.
+
+    def balance_when_due(self, live: Mapping[str, Request]) -> None:
+        """Called after every step: `check_integrity` where the configuration wants it always, otherwise when idle.
+
+        Balancing the books reads every block, so an idle engine does it only once its steps have earned it, or a
+        server of many short requests would do little else.
+        """
+        self._steps_unchecked += 1
+        due = not live and self._steps_unchecked * _BLOCKS_CHECKED_PER_STEP >= self.num_blocks
+        if self._config.check_integrity or due:
+            self._steps_unchecked = 0
+            self.check_integrity(live.values())
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Balance the books: every block is used, evictable or free, once; every reference has its holder.

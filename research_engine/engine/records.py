@@ -5,7 +5,7 @@ Metrics, traces, plots, calibration and replay read these records and nothing el
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .contract import Batch, PreemptionRecord
 from .kv_cache import KVCache
@@ -65,7 +65,7 @@ class StepRecord:
             committed=batch.committed,
             executed=batch.executed,
             finished=finished,
-            request_ids=[request.id for request in requests],
+            request_ids=[request._id for request in requests],
             starts=list(starts),
             num_tokens=list(num_tokens),
             drew=list(drew),
@@ -80,6 +80,18 @@ class StepRecord:
             blocks_swapped_in=len(batch.swap_in),
             blocks_swapped_out=len(batch.swap_out),
             blocks_held=[request.num_blocks for request in requests] if cache.reserves else [],
+        )
+
+    def copy(self) -> StepRecord:
+        """One with lists of its own, for a policy to see: whatever is done with it, the records stay as they are."""
+        return replace(
+            self,
+            request_ids=self.request_ids.copy(),
+            starts=self.starts.copy(),
+            num_tokens=self.num_tokens.copy(),
+            drew=self.drew.copy(),
+            preemptions=self.preemptions.copy(),
+            blocks_held=self.blocks_held.copy(),
         )
 
 

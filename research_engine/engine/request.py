@@ -1,7 +1,8 @@
 """One sequence: its tokens, how many of them are computed, and the blocks that hold them.
 
 A request has no phase. `num_computed_tokens` chases `num_tokens`: prefill, chunk, decode, prefix hit and recompute are
-the same thing with other numbers. Schedulers read properties; the engine package alone writes the underscored fields.
+the same thing with other numbers. Schedulers read properties, none of which can be assigned or changed in place; the
+engine package alone writes the underscored fields.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import enum
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .read_only import ReadOnlyList, read_only
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -52,12 +54,26 @@ class Request:
     """
 
     __slots__ = (
-        "_admitted_time", "_arriving", "_block_ids", "_cached_tokens", "_computed", "_digests", "_finish_reason",
-        "_finish_time", "_first_scheduled_time", "_first_token_time", "_host_block_ids", "_last_token_time",
-        "_length_limit", "_num_prompt", "_peak_computed", "_preemptions", "_prompt_logprobs", "_published",
-        "_recomputed", "_status", "_stop_ids", "_text", "_tokens", "arrival_time", "client", "constraint", "deadline",
-        "group_id", "id", "index", "predicted_tokens", "priority", "sampling", "seed", "sibling",
+        "_admitted_time", "_arrival_time", "_arriving", "_block_ids", "_cached_tokens", "_client", "_computed",
+        "_constraint", "_deadline", "_digests", "_finish_reason", "_finish_time", "_first_scheduled_time",
+        "_first_token_time", "_group_id", "_host_block_ids", "_id", "_index", "_last_token_time", "_length_limit",
+        "_num_prompt", "_peak_computed", "_predicted_tokens", "_preemptions", "_priority", "_prompt_logprobs",
+        "_published", "_recomputed", "_sampling", "_seed", "_sibling", "_status", "_stop_ids", "_text", "_token_ids",
+        "_tokens",
     )  # fmt: skip
+
+    id: str = read_only("_id")
+    index: int = read_only("_index")
+    group_id: str = read_only("_group_id")
+    sampling: SamplingParams = read_only("_sampling")
+    arrival_time: float = read_only("_arrival_time")
+    seed: int = read_only("_seed")
+    priority: int = read_only("_priority")
+    client: str = read_only("_client")
+    deadline: float | None = read_only("_deadline")
+    predicted_tokens: int | None = read_only("_predicted_tokens")
+    sibling: Request | None = read_only("_sibling")
+    constraint: TokenConstraint | None = read_only("_constraint")
 
     def __init__(
         self,
@@ -80,23 +96,24 @@ class Request:
         index: int = 0,
         arriving: int = 0,
     ) -> None:
-        self.id = request_id
-        self.index = index
-        self.group_id = request_id if group_id is None else group_id
-        self.sampling = sampling
-        self.arrival_time = arrival_time
-        self.seed = seed
-        self.priority = priority
-        self.client = client
-        self.deadline = deadline
-        self.predicted_tokens = predicted_tokens
-        self.sibling = sibling
+        self._id = request_id
+        self._index = index
+        self._group_id = request_id if group_id is None else group_id
+        self._sampling = sampling
+        self._arrival_time = arrival_time
+        self._seed = seed
+        self._priority = priority
+        self._client = client
+        self._deadline = deadline
+        self._predicted_tokens = predicted_tokens
+        self._sibling = sibling
         self._tokens: list[int] = list(prompt_token_ids)
+        self._token_ids = ReadOnlyList(self._tokens)
         self._num_prompt = len(self._tokens)
         self._length_limit = self._num_prompt + max_tokens
         self._stop_ids = stop_token_ids
         self._text = text
-        self.constraint = constraint
+        self._constraint = constraint
         self._status = Status.WAITING
         self._computed = 0
         self._arriving = arriving  # until it is admitted
@@ -189,13 +206,13 @@ class Request:
 
     @property
     def block_ids(self) -> Sequence[int]:
-        """Its block table; treat as read-only."""
-        return self._block_ids
+        """Its block table."""
+        return ReadOnlyList(self._block_ids)
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Prompt and output tokens; treat as read-only. The last is UNKNOWN_TOKEN while it is under way."""
-        return self._tokens
+        """Prompt and output tokens. The last is UNKNOWN_TOKEN while it is under way."""
+        return self._token_ids
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -213,7 +230,7 @@ class Request:
     @property
     def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
         """Entries of the prompt tokens but the first, as far as computed; empty unless its sampling asks for them."""
-        return self._prompt_logprobs
+        return ReadOnlyList(self._prompt_logprobs)
 
     @property
     def stop_reason(self) -> str | int | None:
@@ -250,4 +267,4 @@ class Request:
         return self._finish_reason
 
     def __repr__(self) -> str:
-        return f"Request({self.id!r}, {self._status.value}, {self._computed}/{len(self._tokens)} tokens computed)"
+        return f"Request({self._id!r}, {self._status.value}, {self._computed}/{len(self._tokens)} tokens computed)"

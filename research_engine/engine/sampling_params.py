@@ -7,6 +7,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from .read_only import ReadOnlyDict
 from .structured import StructuredOutputsParams
 
 
@@ -75,7 +76,7 @@ class SamplingParams:
             raise ValueError(f"stop, stop_token_ids: lists; logit_bias: token ids -> numbers; {error}") from error
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
-        object.__setattr__(self, "logit_bias", logit_bias)
+        object.__setattr__(self, "logit_bias", ReadOnlyDict(logit_bias))
         self._integer("n", 1, 128)
         self._number("temperature", 0.0, math.inf)
         self._integer("top_k", -1, None)

@@ -39,33 +39,35 @@ class DeviceBatch:
 
     Args:
         kv_cache: [L, 2, N, Hkv, B, D].
+        kv_scales: [L, 2, Hkv] of a quantised cache, or None.
         config: limits of a batch.
-        num_heads: query heads.
+        query: of the shape and dtype that the largest decode step has, [max_num_seqs, Hq, D]; not read.
 
     Attributes:
         staging: the copies to and from the device.
     """
 
-    def __init__(self, kv_cache: torch.Tensor, config: EngineConfig, num_heads: int) -> None:
+    def __init__(
+        self, kv_cache: torch.Tensor, kv_scales: torch.Tensor | None, config: EngineConfig, query: torch.Tensor
+    ) -> None:
         device, max_num_seqs = kv_cache.device, config.max_num_seqs
-        self._kv_cache, self._block_size = kv_cache, config.block_size
+        self._kv_cache, self._kv_scales, self._block_size = kv_cache, kv_scales, config.block_size
         self._width = -(-config.max_model_len // config.block_size)
         self._nobody = max_num_seqs  # the seat of padding rows
         self._seats = Seats(max_num_seqs, self._width)
         self._tables = torch.zeros((max_num_seqs + 1, self._width), dtype=torch.int32, device=device)
         self._last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self._row_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
-        self._decode_workspace = self._make_workspace(num_heads)
+        self._decode_workspace = self._make_workspace(query)
         # three integers a token, up to five a row and two a new table entry
         news = 2 * max_num_seqs * min(self._width, config.num_blocks)
         room = 3 * max(max_num_seqs, config.max_num_batched_tokens) + 5 * (max_num_seqs + 1) + news
         self.staging = Staging(room, max_num_seqs, device)
 
-    def _make_workspace(self, num_heads: int) -> torch.Tensor | None:
+    def _make_workspace(self, query: torch.Tensor) -> torch.Tensor | None:
         """Memory for the split partials of the largest decode step, so that a graph need not clear any of its own."""
         if self._kv_cache.device.type == "cpu":
             return None
-        query = self._kv_cache.new_empty((self._nobody, num_heads, self._kv_cache.shape[-1]))
         longest = self._width * self._block_size
         size = kernels.paged_attention_workspace(
             query, self._kv_cache[0, 0], self._tables[: self._nobody], max_query_len=1, max_seq_len=longest
@@ -109,6 +111,7 @@ class DeviceBatch:
             max_query_len=1,
             max_seq_len=self._width * size,
             workspace=self._decode_workspace,
+            kv_scales=self._kv_scales,
         )
         return token_ids, positions, attention
 
@@ -147,6 +150,7 @@ class DeviceBatch:
             seq_lens=seq_lens,
             max_query_len=int(counts.max()),
             max_seq_len=max_seq_len,
+            kv_scales=self._kv_scales,
         )
         at = drawing_rows.long()
         draws = Drawing(drawing, seat_of_row.long()[at], seq_lens.long()[at], query_start_loc.long()[at + 1] - 1)

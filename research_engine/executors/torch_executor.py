@@ -27,6 +27,7 @@ from research_engine.engine.config import EngineConfig
 from research_engine.engine.contract import Batch, Pending, ScheduledRequest, StepResult, TokenLogprobs
 from research_engine.executors.decode_graphs import DecodeGraphs
 from research_engine.executors.device_batch import DeviceBatch, Drawing
+from research_engine.executors.kv_scales import kv_scales
 from research_engine.executors.logprobs import prompt_logprobs
 from research_engine.executors.sampler import Draw, Sampler
 from research_engine.executors.staging import Arrival
@@ -40,6 +41,7 @@ class Decoder(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    kv_scales: torch.Tensor | None
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionMetadata
@@ -54,24 +56,33 @@ class TorchExecutor:
     Args:
         model: with its weights loaded; its device and dtype are the cache's.
         config: sizes of the cache and limits of a batch.
+        cache_dtype: of the KV cache: the model's when None, float8_e4m3fn or int8.
         graph_sizes: decode batches to run as CUDA graphs; none launches every step kernel by kernel.
 
     Attributes:
-        kv_cache: [L, 2, num_blocks, Hkv, block_size, D] in the model's dtype.
+        kv_cache: [L, 2, num_blocks, Hkv, block_size, D] in cache_dtype.
         host_cache: [L, 2, num_host_blocks, Hkv, block_size, D], pinned when the model is on a GPU.
     """
 
-    def __init__(self, model: Decoder, config: EngineConfig, *, graph_sizes: Sequence[int] = ()) -> None:
-        shape, device = model.config, model.device
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        *,
+        cache_dtype: torch.dtype | None = None,
+        graph_sizes: Sequence[int] = (),
+    ) -> None:
+        shape, device, dtype = model.config, model.device, cache_dtype or model.dtype
         self.device = device
         self._model: Decoder | None = model
         tile = (shape.num_kv_heads, config.block_size, shape.head_dim)
         # never initialised: a slot is read only after it was written, and untouched pages cost no memory on a CPU
-        self.kv_cache = torch.empty((shape.num_layers, 2, config.num_blocks, *tile), dtype=model.dtype, device=device)
+        self.kv_cache = torch.empty((shape.num_layers, 2, config.num_blocks, *tile), dtype=dtype, device=device)
         self.host_cache = torch.empty(
-            (shape.num_layers, 2, config.num_host_blocks, *tile), dtype=model.dtype, pin_memory=device.type == "cuda"
+            (shape.num_layers, 2, config.num_host_blocks, *tile), dtype=dtype, pin_memory=device.type == "cuda"
         )
-        self._batch = DeviceBatch(self.kv_cache, config, shape.num_heads)
+        query = torch.empty((config.max_num_seqs, shape.num_heads, shape.head_dim), dtype=model.dtype, device=device)
+        self._batch = DeviceBatch(self.kv_cache, kv_scales(model, dtype), config, query)
         self._sampler = Sampler(config.max_num_seqs, shape.vocab_size, device)
         self._graphs = DecodeGraphs(self._decode, graph_sizes, device)
 

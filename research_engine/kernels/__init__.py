@@ -19,7 +19,7 @@ from research_engine.kernels.quantized import (
     quantized_matmul,
     quantized_matmul_workspace,
 )
-from research_engine.kernels.rotary import rotary_embedding
+from research_engine.kernels.rotary import rotary_and_cache, rotary_embedding
 from research_engine.kernels.sampling import Sampled, sample, sample_workspace
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "rms_norm",
     "fused_add_rms_norm",
     "rotary_embedding",
+    "rotary_and_cache",
     "silu_and_mul",
     "QuantizedWeight",
     "pack_weight",

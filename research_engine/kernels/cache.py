@@ -54,7 +54,7 @@ def reshape_and_cache(
         torch.ops.research_engine.reshape_and_cache(*arguments)
         return
     if check_values:
-        _check_reshape_and_cache(*arguments)
+        check_reshape_and_cache(*arguments)
         _C.check_slots(host(slot_mapping), key_cache.shape[0] * key_cache.shape[2])
         check_scale_values(key_scale, value_scale)
     _reshape_and_cache(*arguments)
@@ -105,7 +105,7 @@ def swap_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Te
         _swap_blocks(source, destination, pairs)
 
 
-def _check_reshape_and_cache(
+def check_reshape_and_cache(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
@@ -114,6 +114,7 @@ def _check_reshape_and_cache(
     key_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
 ) -> None:
+    """Shapes, dtypes and strides of `reshape_and_cache`'s arguments."""
     dtype = check_dtype("key", key)
     shape = key.shape
     if len(shape) != 3:
@@ -148,7 +149,7 @@ def _reshape_and_cache(
     key_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
 ) -> None:
-    _check_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
+    check_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
     _C.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale, stream_of(key))
 
 
@@ -208,7 +209,7 @@ _reshape_and_cache_op = torch.library.custom_op(
         "Tensor? key_scale, Tensor? value_scale) -> ()"
     ),
 )
-_reshape_and_cache_op.register_fake(_check_reshape_and_cache)
+_reshape_and_cache_op.register_fake(check_reshape_and_cache)
 
 _copy_blocks_op = torch.library.custom_op(
     "research_engine::copy_blocks",

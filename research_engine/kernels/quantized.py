@@ -30,7 +30,8 @@ SCALE_DTYPES = {"cpu": (torch.float32,), "cuda": (torch.float32, torch.bfloat16,
 
 _CPU_COLUMNS = 32
 _CUDA_COLUMNS = 128
-_CUDA_DEPTH = {4: 128, 8: 64}  # by bits: of a unit of 8 KiB
+_CUDA_DEPTH = {4: 256, 8: 128}  # by bits: of a unit
+_CUDA_WORDS = 4096  # of a unit, 16 KiB
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def pack_weight(
         values: `[N, K]`: uint8 in `[0, 16)` for int4, uint8 for int8, float8_e4m3fn for float8; K a multiple of 32.
         scales: floats `[G, N]`; G divides K, and K / G is a multiple of 32.
         zeros: uint8 `[G, N]`, in q's range, or None: 8 or 128. None for float8.
-        offsets: floats `[G, N]`, or None.
+        offsets: floats `[G, N]`, or None. None but for int4.
         kind: "int4", "int8" or "float8".
 
     Returns:
@@ -101,8 +102,8 @@ def pack_weight(
         refuse("scales", scales, f"[G, N] is needed with N = {n}, and K / G = {k} / G a multiple of {GROUP_MULTIPLE}")
     if zeros is not None and (kind == "float8" or zeros.dtype is not torch.uint8 or zeros.shape != scales.shape):
         refuse("zeros", zeros, f"uint8 as scales, {list(scales.shape)}, is needed, and none for float8")
-    if offsets is not None and offsets.shape != scales.shape:
-        refuse("offsets", offsets, f"the shape of scales, {list(scales.shape)}, is needed")
+    if offsets is not None and (kind != "int4" or offsets.shape != scales.shape):
+        refuse("offsets", offsets, f"the shape of scales, {list(scales.shape)}, is needed, and int4 for any")
     for name, floats in (("scales", scales), ("offsets", offsets)):
         if floats is not None and floats.dtype not in SCALE_DTYPES["cuda"]:
             refuse(name, floats, "float32, bfloat16 or float16 is needed")
@@ -172,14 +173,14 @@ _N_DIGITS = {"tile": 0, "warp_n": 4, "m": 2, "half": 2, "row": 8}
 _CUDA_ORDERS = {
     4: _Order(
         _N_DIGITS,
-        {"unit": 0, "warp_k": 2, "part": 2, "quad": 4, "step": 2, "pair": 2, "side": 2},
-        ("tile", "unit", "warp_k", "warp_n", "m", "row", "quad", "part", "step"),
+        {"unit": 0, "warp_k": 2, "vector": 2, "part": 2, "quad": 4, "step": 2, "pair": 2, "side": 2},
+        ("tile", "unit", "warp_k", "warp_n", "m", "vector", "row", "quad", "part", "step"),
         ("side", "pair", "half"),
     ),
     8: _Order(
         _N_DIGITS,
-        {"unit": 0, "warp_k": 2, "quad": 4, "step": 2, "byte": 4},
-        ("tile", "unit", "warp_k", "warp_n", "m", "row", "quad", "step", "half"),
+        {"unit": 0, "warp_k": 2, "vector": 2, "quad": 4, "step": 2, "byte": 4},
+        ("tile", "unit", "warp_k", "warp_n", "m", "vector", "row", "quad", "step", "half"),
         ("byte",),
     ),
 }
@@ -187,17 +188,17 @@ _CUDA_TILES_AT_ONCE = 64  # bounds the temporaries of packing
 
 
 def _pack_cuda(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """`[N / 128, K / unit, 2048]`: a unit of 8 KiB is 128 columns of some depth, each lane's fragments side by side."""
+    """`[N / 128, K / unit, 4096]`: a unit is 128 columns of 256 or 128 in depth, a lane's fragments side by side."""
     order = _CUDA_ORDERS[bits]
     codes = _pad(codes, _CUDA_COLUMNS, _CUDA_DEPTH[bits])
     tiles, units = codes.shape[0] // _CUDA_COLUMNS, codes.shape[1] // _CUDA_DEPTH[bits]
     names = [*order.n, *order.k]
     permutation = [names.index(name) for name in (*order.word, *order.element)]
-    out = torch.empty(tiles, units, 2048, dtype=torch.int32, device=codes.device)
+    out = torch.empty(tiles, units, _CUDA_WORDS, dtype=torch.int32, device=codes.device)
     for first, rows in enumerate(codes.split(_CUDA_TILES_AT_ONCE * _CUDA_COLUMNS)):
         here = rows.shape[0] // _CUDA_COLUMNS
         digits = rows.view(*(order.n | {"tile": here}).values(), *(order.k | {"unit": units}).values())
-        words = _words(digits.permute(permutation).reshape(here, units, 2048, 32 // bits), bits)
+        words = _words(digits.permute(permutation).reshape(here, units, _CUDA_WORDS, 32 // bits), bits)
         out[first * _CUDA_TILES_AT_ONCE :][:here] = words
     return out
 
@@ -318,7 +319,7 @@ def _check_weight(
     bits, cpu = KINDS[kind].bits, weight.is_cpu
     columns = _CPU_COLUMNS if cpu else _CUDA_COLUMNS
     tiles = -(-n // columns)
-    tail = (k * bits // 32, columns) if cpu else (-(-k // _CUDA_DEPTH[bits]), 2048)
+    tail = (k * bits // 32, columns) if cpu else (-(-k // _CUDA_DEPTH[bits]), _CUDA_WORDS)
     check_exactly("weight", weight, torch.int32, (tiles, *tail), "that of pack_weight")
     groups = scales.shape[0]
     if scales.dim() != 2 or groups == 0 or k % groups or k // groups % GROUP_MULTIPLE:

@@ -93,6 +93,28 @@ def reshape_and_cache(
             value_cache[slot // block_size, :, slot % block_size] = value[token]
 
 
+def rotary_and_cache(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos_sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+) -> None:
+    """See `kernels.rotary_and_cache`: the queries and the caches are changed."""
+    rotated = key.clone()
+    rotary_embedding(positions, query, rotated, cos_sin, interleaved=interleaved)
+    reshape_and_cache(
+        rotated, value, key_cache, value_cache, slot_mapping, key_scale=key_scale, value_scale=value_scale
+    )
+
+
 def _quantize(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """`[T, Hkv, D]` divided by its heads' scales `[Hkv]` in float32, rounded and saturated."""
     quotient = x.float() if scale is None else x.float() / scale[:, None]

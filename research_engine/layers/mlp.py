@@ -22,6 +22,10 @@ class GatedMLP:
         """Views for the loader; gate and up as one and apart."""
         return {"gate_up": self.gate_up.parameters(), **self.gate_up.parts(), "down": self.down.parameters()}
 
+    def matrices(self) -> list[tuple[Linear, tuple[str, ...], int | None]]:
+        """Linear layers with the parts that their rows are, in order, and the expert's number, if it is one's."""
+        return [(self.gate_up, ("gate", "up"), None), (self.down, ("down",), None)]
+
     def linears(self) -> list[Linear]:
         """What ``pack()`` is to be called on."""
         return [self.gate_up, self.down]
@@ -40,6 +44,10 @@ class PlainMLP:
     def parts(self) -> dict[str, dict[str, torch.Tensor]]:
         """Views for the loader."""
         return {"up": self.up.parameters(), "down": self.down.parameters()}
+
+    def matrices(self) -> list[tuple[Linear, tuple[str, ...], int | None]]:
+        """Linear layers with the parts that their rows are, in order, and the expert's number, if it is one's."""
+        return [(self.up, ("up",), None), (self.down, ("down",), None)]
 
     def linears(self) -> list[Linear]:
         """What ``pack()`` is to be called on."""

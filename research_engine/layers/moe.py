@@ -89,6 +89,14 @@ class MixtureOfExperts:
             for gate_up, down in zip(self.gate_up, self.down, strict=True)
         ]
 
+    def matrices(self) -> list[tuple[Linear, tuple[str, ...], int | None]]:
+        """Linear layers with the parts that their rows are, in order, and the expert's number, if it is one's. The
+        router is none of them: it stays in floats."""
+        found: list[tuple[Linear, tuple[str, ...], int | None]] = []
+        for number, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            found += [(gate_up, ("expert_gate", "expert_up"), number), (down, ("expert_down",), number)]
+        return found
+
     def linears(self) -> list[Linear]:
         """What ``pack()`` is to be called on."""
         return [self.router, *self.gate_up, *self.down]

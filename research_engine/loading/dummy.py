@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from research_engine.loading.dummy_shapes import DUMMY_SHAPES
 from research_engine.models.config import ModelConfig
+from research_engine.models.quantization import Quantization
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,9 @@ DUMMY_MODELS = {
     name: DummyModel(ModelConfig.from_hf(shape), has_tokenizer=name == "dummy:tiny")
     for name, shape in DUMMY_SHAPES.items()
 }
+DUMMY_MODELS["dummy:tiny-awq"] = DummyModel(
+    replace(DUMMY_MODELS["dummy:tiny"].config, quantization=Quantization("awq", 4, 32)), has_tokenizer=True
+)
 
 
 def hf_config(name: str) -> dict[str, Any]:
@@ -71,11 +75,19 @@ class DummyCheckpoint:
             return torch.full(shape, 0.0 if name.endswith("bias") else self._norm, device=device)
         width = (3.0 if name in self._lookups else 3.0 / shape[0 if self._transposed else -1]) ** 0.5
         out = torch.empty(shape, device=device)
-        flat, key = out.view(-1), zlib.crc32(f"{self._seed}:{name}".encode())
-        for start in range(0, flat.numel(), _CHUNK):
-            index = torch.arange(start, min(start + _CHUNK, flat.numel()), device=device)
-            flat[start : start + _CHUNK] = _uniform(index, key) * (2 * width) - width
+        flat = out.view(-1)
+        for start, uniform in hashed_uniform(flat.numel(), f"{self._seed}:{name}", device):
+            flat[start : start + len(uniform)] = uniform * (2 * width) - width
         return out
+
+
+def hashed_uniform(count: int, name: str, device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
+    """Pieces of ``count`` numbers in [0, 1), each with its beginning: float32, made of name and index alone."""
+    import torch
+
+    key = zlib.crc32(name.encode())
+    for start in range(0, count, _CHUNK):
+        yield start, _uniform(torch.arange(start, min(start + _CHUNK, count), device=device), key)
 
 
 def _uniform(index: torch.Tensor, key: int) -> torch.Tensor:

@@ -13,6 +13,9 @@ _LLAMA3_ROPE = {
 }
 
 
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
+
+
 def _shape(
     architecture: str, vocab: int, hidden: int, inter: int, layers: int, heads: int, kv_heads: int, **rest: Any
 ) -> dict[str, Any]:
@@ -83,6 +86,8 @@ DUMMY_SHAPES: dict[str, dict[str, Any]] = {
     ),
     "dummy:llama3-8b": _llama3(4096, 14336, 32, 32, 8),
     "dummy:llama-3.1-8b": _llama3(4096, 14336, 32, 32, 8),
+    "dummy:llama-3.1-8b-awq": _llama3(4096, 14336, 32, 32, 8, quantization_config=_AWQ),
+    "dummy:llama-3.1-8b-fp8": _llama3(4096, 14336, 32, 32, 8, quantization_config={"quant_method": "fp8"}),
     "dummy:llama-3.1-70b": _llama3(8192, 28672, 80, 64, 8),
     "dummy:llama-3.2-1b": _llama3(
         2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True, rope_scaling={**_LLAMA3_ROPE, "factor": 32.0}

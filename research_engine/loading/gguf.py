@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from research_engine.layers.quantized import QuantizedTensor
 from research_engine.loading.dequantize import GGML_TYPES, GgmlType, dequantize
 from research_engine.loading.errors import LoadError
+from research_engine.loading.gguf_packed import PACKABLE, quantized_blocks
 from research_engine.models.config import ModelConfig
 from research_engine.models.families import names_of
 from research_engine.models.gguf_config import config_from_gguf
@@ -230,6 +232,32 @@ class GgufCheckpoint:
         if offset:
             weight -= offset
         return (weight if heads is None else _unpermute(weight, heads)).to(device)
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether a tensor is a matrix in one of the formats that the kernels take as they are."""
+        place = self._places.get(name)
+        if place is None or place.entry.kind.name not in PACKABLE:
+            return False
+        return len(self.shapes()[name]) == 2
+
+    def quantized(self, name: str, device: torch.device) -> QuantizedTensor | None:
+        """A matrix as it is stored, None if it is in another format.
+
+        Raises:
+            LoadError: its scales are not finite.
+        """
+        if not self.is_quantized(name):
+            return None
+        entry, expert, heads, _ = self._places[name]
+        raw = self._file.raw(entry)
+        if expert is not None:
+            raw = raw.reshape(entry.shape[0], -1)[expert]
+        matrix = quantized_blocks(raw, entry.kind.name, self.shapes()[name][0])
+        if not all(bool(x.isfinite().all()) for x in (matrix.scales, matrix.offsets) if x is not None):
+            raise LoadError(f"{self.location}: tensor {name!r} has scales that are not finite: corrupt")
+        if heads is not None:
+            matrix = matrix.with_rows(_unpermute(torch.arange(matrix.values.shape[0]), heads))
+        return matrix.to(device)
 
     def _places_of(self, name: str, entry: TensorEntry) -> dict[str, _Place]:
         """By the names that the model knows; unknown ones stay as they are, for the loader to refuse."""

@@ -15,7 +15,7 @@ from research_engine.loading.dummy import DUMMY_MODELS
 from research_engine.loading.errors import LoadError
 from research_engine.loading.source import ModelSource
 from research_engine.models.config import ConfigError, ModelConfig
-from research_engine.models.families import FAMILIES, nearest_families
+from research_engine.models.families import FAMILIES, names_of, nearest_families
 from research_engine.models.hf_config import architecture_of
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ def load_model(
     progress: bool = True,
     max_model_len: int | None = None,
     trust_remote_code: bool = False,
+    weight_packing: str = "auto",
 ) -> Decoder | TransformersDecoder:
     """Build the model and fill it. ``seed`` is for dummy weights.
 
@@ -150,9 +151,12 @@ def load_model(
         max_model_len: the longest sequence to be served, None for all that the model reaches; rotary scalings that
             depend on the longest sequence take it from here.
         trust_remote_code: as in `load_config`; code for a model is never run.
+        weight_packing: of quantised matrices: "packed" keeps them so, "dequantized" makes them floats; "auto" keeps
+            those of safetensors and makes GGUF's floats.
 
     Raises:
-        LoadError: names the tensor that is missing, unexpected, of the wrong shape, unreadable or not finite.
+        LoadError: names the tensor that is missing, unexpected, of the wrong shape, unreadable or not finite; or
+            weights are to be packed that cannot be.
     """
     import torch
 
@@ -175,10 +179,12 @@ def load_model(
             f"{checkpoint.location}: {len(checkpoint.shapes())} tensors are too few for {config.num_layers} layers"
         )
     match = match_tensors(checkpoint, Decoder(config, dtype=dtype, device="meta"))
+    packed = _keeps_packed(checkpoint, dtype, device, weight_packing)
     with torch.inference_mode():
         with _naming_short_memory(checkpoint.location, config, dtype, device):
-            model = Decoder(config, dtype=dtype, device=device, max_model_len=max_model_len)
+            model = Decoder(config, dtype=dtype, device=device, max_model_len=max_model_len, defer_matrices=packed)
         _fill(model, checkpoint, match, source.name if progress else None)
+        model.kv_scales = _kv_scales(checkpoint, config)
         del checkpoint, match  # and the last file with them, before matrices are laid out anew
         model.prepare()
     return model
@@ -200,6 +206,10 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The source's weights, or pseudo-random ones, to be read tensor by tensor under Hugging Face's names."""
     if dummy_weights or source.format == "dummy":
+        if config.quantization is not None:
+            from research_engine.loading.dummy_quantized import DummyQuantizedCheckpoint
+
+            return DummyQuantizedCheckpoint(source.name, config, seed)
         from research_engine.loading.dummy import DummyCheckpoint
 
         return DummyCheckpoint(source.name, config, seed)
@@ -213,27 +223,79 @@ def open_checkpoint(
         return TorchBinCheckpoint(source.location)
     from research_engine.loading.safetensors import SafetensorsCheckpoint
 
-    return SafetensorsCheckpoint(source.location)
+    checkpoint = SafetensorsCheckpoint(source.location)
+    if config.quantization is None:
+        return checkpoint
+    from research_engine.loading.quantized import QuantizedCheckpoint
+
+    if names_of(config.architecture).transposed:
+        raise LoadError(f"{source.location}: {config.architecture} with quantized weights is not supported")
+    return QuantizedCheckpoint(checkpoint, config.quantization)
+
+
+def _kv_scales(checkpoint: Checkpoint, config: ModelConfig) -> torch.Tensor | None:
+    """Scales of a quantised KV cache, float32 ``[L, 2]``, if the checkpoint brings them for every layer."""
+    import torch
+
+    from research_engine.loading.quantized import QuantizedCheckpoint
+
+    if not isinstance(checkpoint, QuantizedCheckpoint) or not checkpoint.kv_scales:
+        return None
+    scales = [[checkpoint.kv_scale(layer, which) for which in "kv"] for layer in range(config.num_layers)]
+    missing = [layer for layer, pair in enumerate(scales) if None in pair]
+    if missing:
+        raise LoadError(f"{checkpoint.location}: scales of the KV cache for some layers, none for layer {missing[0]}")
+    return torch.tensor(scales)
+
+
+def _keeps_packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, weight_packing: str) -> bool:
+    """Whether quantised matrices stay so."""
+    import torch
+
+    from research_engine.loading.gguf import GgufCheckpoint
+    from research_engine.loading.packed import QuantizedSource
+
+    quantized = isinstance(checkpoint, QuantizedSource) and any(map(checkpoint.is_quantized, checkpoint.shapes()))
+    has_kernel = device.type == "cpu" or dtype != torch.float32
+    if weight_packing == "packed":
+        if not quantized:
+            raise LoadError(
+                f"{checkpoint.location}: weight_packing = 'packed', but it holds no matrix that can stay so"
+            )
+        if not has_kernel:
+            raise LoadError("weight_packing = 'packed' needs dtype bfloat16 or float16 on a GPU, got float32")
+        return True
+    return weight_packing == "auto" and quantized and has_kernel and not isinstance(checkpoint, GgufCheckpoint)
 
 
 def _fill(model: Decoder, checkpoint: Checkpoint, match: Match, title: str | None) -> None:
     """Mutates the model: every weight copied, converted and laid out at once, straight into its place."""
     import torch
 
+    from research_engine.loading.packed import QuantizedSource, defer_matrices
+
+    pending = {}
+    if model.defers_matrices and isinstance(checkpoint, QuantizedSource):
+        pending = defer_matrices(model, checkpoint, match.wanted)
     views, total = model.parameters(), 0
     sizes = {name: view.numel() * view.element_size() for name, view in views.items()}
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     sums: list[torch.Tensor] = []
+    filled: list[str] = []
     with Progress(*columns, console=Console(stderr=True), disable=title is None, transient=True) as bar:
         task = bar.add_task(f"loading {title}", total=sum(sizes.values()))
         for stored, name in match.wanted.items():
-            views[name].copy_(checkpoint.read(stored, model.device))
-            sums.append(views[name].sum().float())  # a NaN or an infinity anywhere makes it no number
             total += sizes[name]
             bar.update(task, completed=total)
+            if stored in pending:
+                pending[stored].read(stored)
+                continue
+            views[name].copy_(checkpoint.read(stored, model.device))
+            filled.append(stored)
+            sums.append(views[name].sum().float())  # a NaN or an infinity anywhere makes it no number
     suspects = (~torch.stack(sums).isfinite()).nonzero().flatten().tolist()  # one wait for a GPU
     for index in suspects:  # or the finite values of one are so large that their sum is not
-        stored, name = list(match.wanted.items())[index]
+        stored, name = filled[index], match.wanted[filled[index]]
         if not bool(views[name].isfinite().all()):
             raise LoadError(
                 f"{checkpoint.location}: tensor {stored!r} holds values that are not finite in {model.dtype}: corrupt, "

@@ -63,10 +63,21 @@ class ShardedCheckpoint(ABC):
         Raises:
             LoadError: it cannot be read, or holds no floats.
         """
-        tensor = self._tensor(self._opened(self._paths[name]), name)
-        if not tensor.is_floating_point():
-            raise LoadError(f"{self.location}: tensor {name!r} has the dtype {tensor.dtype}; weights must be floats")
-        return tensor.to(device)
+        tensor = self.read_raw(name, device)
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise LoadError(
+                f"{self.location}: tensor {name!r} has the dtype {tensor.dtype}; weights must be floats, or described "
+                "by quantization_config"
+            )
+        return tensor
+
+    def read_raw(self, name: str, device: torch.device) -> torch.Tensor:
+        """One tensor of any dtype.
+
+        Raises:
+            LoadError: it cannot be read.
+        """
+        return self._tensor(self._opened(self._paths[name]), name).to(device)
 
     def _opened(self, path: Path) -> Any:
         """The file's content; mutates: the file that was open before is closed."""

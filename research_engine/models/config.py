@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from research_engine.models.errors import ConfigError
+from research_engine.models.quantization import Quantization
 from research_engine.models.rope import Rope, RopeScaling
 
 __all__ = ["ConfigError", "ModelConfig", "Rope", "RopeScaling"]
@@ -62,6 +63,7 @@ class ModelConfig:
         num_experts: of a mixture-of-experts layer, 0 without; experts_per_token: how many a token takes;
             expert_size: intermediate size of an expert; normalize_experts: whether the shares of those taken sum to 1.
         dense_layers: layers with an ordinary feed-forward layer in a model with experts.
+        quantization: of the checkpoint's matrices, None for floats.
 
     Raises:
         ConfigError: a value is out of range, heads do not divide, or a token id lies outside the vocabulary.
@@ -103,6 +105,7 @@ class ModelConfig:
     expert_size: int = 0
     normalize_experts: bool = True
     dense_layers: tuple[int, ...] = ()
+    quantization: Quantization | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

@@ -15,10 +15,13 @@ Hq query heads, Hkv KV heads, D head size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from research_engine.layers.attention import Attention
 from research_engine.layers.embedding import Embedding, LMHead
+from research_engine.layers.invariant import ROWS_AT_ONCE
 from research_engine.layers.linear import GateUpLinear, Linear, QKVLinear
 from research_engine.layers.mlp import GatedMLP, PlainMLP
 from research_engine.layers.moe import MixtureOfExperts, can_group
@@ -33,11 +36,17 @@ from research_engine.models.rope import Rope
 class _Weights:
     """Makes the parts of a model, their memory not yet filled."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self.config, self.dtype, self.device = config, dtype, device
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, matrices: torch.device | None = None
+    ) -> None:
+        self.config, self.dtype, self.device, self._matrices = config, dtype, device, matrices or device
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def matrix(self, *shape: int) -> torch.Tensor:
+        """Of a linear layer inside a layer of the model."""
+        return torch.empty(shape, dtype=self.dtype, device=self._matrices)
 
     def bias(self, wanted: bool, size: int) -> torch.Tensor | None:
         return self.empty(size) if wanted else None
@@ -57,8 +66,9 @@ class _Weights:
             for _ in range(2)
         )
         return Attention(
-            QKVLinear(self.empty(qkv_size, hidden), self.bias(config.attention_bias, qkv_size), q_size, kv_size),
-            Linear(self.empty(hidden, q_size), self.bias(config.output_bias, hidden)),
+            QKVLinear(self.matrix(qkv_size, hidden), self.bias(config.attention_bias, qkv_size), q_size, kv_size),
+            Linear(self.matrix(hidden, q_size), self.bias(config.output_bias, hidden)),
+            layer=layer,
             head_dim=config.head_dim,
             scale=config.scale(layer),
             window=config.window(layer),
@@ -70,22 +80,22 @@ class _Weights:
 
     def mlp(self) -> GatedMLP | PlainMLP:
         config, hidden, inter = self.config, self.config.hidden_size, self.config.intermediate_size
-        down = Linear(self.empty(hidden, inter), self.bias(config.mlp_bias, hidden))
+        down = Linear(self.matrix(hidden, inter), self.bias(config.mlp_bias, hidden))
         if config.gated:
-            gate_up = GateUpLinear(self.empty(2 * inter, hidden), self.bias(config.mlp_bias, 2 * inter))
+            gate_up = GateUpLinear(self.matrix(2 * inter, hidden), self.bias(config.mlp_bias, 2 * inter))
             return GatedMLP(gate_up, down, config.activation)
-        up = Linear(self.empty(inter, hidden), self.bias(config.mlp_bias, inter))
+        up = Linear(self.matrix(inter, hidden), self.bias(config.mlp_bias, inter))
         return PlainMLP(up, down, config.activation)
 
     def experts(self) -> MixtureOfExperts:
         config, hidden, inter = self.config, self.config.hidden_size, self.config.expert_size
         count, stacked = config.num_experts, None
-        if can_group(self.device, self.dtype, (hidden, inter)):
+        if self._matrices == self.device and can_group(self.device, self.dtype, (hidden, inter)):
             stacked = self.empty(count, 2 * inter, hidden), self.empty(count, hidden, inter)
             matrices = [list(stack.unbind()) for stack in stacked]
         else:
             shapes = ((2 * inter, hidden), (hidden, inter))
-            matrices = [[self.empty(*shape) for _ in range(count)] for shape in shapes]
+            matrices = [[self.matrix(*shape) for _ in range(count)] for shape in shapes]
         return MixtureOfExperts(
             Linear(self.empty(count, hidden)),
             [GateUpLinear(matrix) for matrix in matrices[0]],
@@ -152,6 +162,7 @@ class Decoder:
     Args:
         max_model_len: the longest sequence to be served, None for all that the model reaches. Rotary tables have a row
             for each of its positions, and scalings that depend on the longest sequence take it from here.
+        defer_matrices: make the layers' matrices without memory, for ``Linear.quantize`` or ``Linear.materialize``.
     """
 
     def __init__(
@@ -161,11 +172,15 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device | str,
         max_model_len: int | None = None,
+        defer_matrices: bool = False,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.names = names_of(config.architecture)
+        self.kv_scales: torch.Tensor | None = (
+            None  # float32 [L, 2], of a quantised cache, if the checkpoint brings them
+        )
+        self.names, self.defers_matrices = names_of(config.architecture), defer_matrices
         longest = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
-        weights = _Weights(config, dtype, self.device)
+        weights = _Weights(config, dtype, self.device, torch.device("meta") if defer_matrices else None)
         embedded = config.embedding_size or config.hidden_size
         self.embedding = Embedding(weights.empty(config.vocab_size, embedded))
         # rounded to the weights' dtype, as in the reference implementation
@@ -208,6 +223,17 @@ class Decoder:
             views |= layer.parameters(names, i)
         return views
 
+    def matrices(self) -> list[tuple[Linear, tuple[str, ...]]]:
+        """The layers' linear layers, each with the checkpoint's names of its rows, from the first to the last."""
+        found = []
+        for i, layer in enumerate(self.layers):
+            for linear, parts, expert in (*layer.attention.matrices(), *layer.mlp.matrices()):
+                fused = {"q": "qkv", "gate": "gate_up"}.get(parts[0], "")
+                if fused in self.names.parts:
+                    parts = (fused,)
+                found.append((linear, tuple(f"{self.names.part(i, part, expert)}.weight" for part in parts)))
+        return found
+
     def derived(self) -> dict[str, torch.Tensor]:
         """Tensors that some checkpoints carry although they follow from the rest, with the values they must have."""
         values = {}
@@ -221,12 +247,28 @@ class Decoder:
 
     def prepare(self) -> None:
         """Mutates: moves the loaded weights to the layouts their device is fastest with, one matrix at a time."""
+        for linear in self._linears():
+            linear.pack()
+
+    def make_batch_invariant(self) -> None:
+        """Mutates: from now on a row's result is the same bits whatever else is in the batch, at some cost.
+
+        Raises:
+            ValueError: experts on a GPU, whose grouped product has no such mode.
+        """
+        if self.config.num_experts and self.device.type == "cuda":
+            raise ValueError("batch_invariant: experts are one grouped product on a GPU, which is not invariant")
+        for linear in self._linears():
+            linear.rows_at_once = ROWS_AT_ONCE[self.device.type]
         for layer in self.layers:
-            for linear in (*layer.attention.linears(), *layer.mlp.linears()):
-                linear.pack()
+            layer.attention.make_batch_invariant()
+
+    def _linears(self) -> Iterator[Linear]:
+        for layer in self.layers:
+            yield from (*layer.attention.linears(), *layer.mlp.linears())
         for projection in (self.project_in, self.project_out, self.lm_head):
             if projection is not None:
-                projection.pack()
+                yield projection
 
     @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionMetadata) -> torch.Tensor:

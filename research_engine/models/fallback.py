@@ -80,6 +80,7 @@ class TransformersDecoder:
 
     def __init__(self, module: Any, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
+        self.kv_scales: torch.Tensor | None = None
         self._module = module.eval()
         self._step: _Recorder | _PagedStep | None = None
         for part in module.modules():
@@ -211,7 +212,16 @@ class _PagedStep:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         step, cache = self._attention, self._attention.kv_cache[layer]
-        kernels.reshape_and_cache(k_THkvD, v_THkvD, cache[0], cache[1], step.slot_mapping)
+        key_scale, value_scale = step.scales(layer)
+        kernels.reshape_and_cache(
+            k_THkvD,
+            v_THkvD,
+            cache[0],
+            cache[1],
+            step.slot_mapping,
+            key_scale=key_scale,
+            value_scale=value_scale,
+        )
         return kernels.paged_attention(
             q_THqD,
             cache[0],
@@ -223,6 +233,8 @@ class _PagedStep:
             sliding_window=window,
             softcap=softcap,
             sinks=sinks,
+            key_scale=key_scale,
+            value_scale=value_scale,
             max_query_len=step.max_query_len,
             max_seq_len=step.max_seq_len,
         )

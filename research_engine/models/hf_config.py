@@ -9,6 +9,7 @@ from research_engine.models.config import ModelConfig
 from research_engine.models.errors import ConfigError
 from research_engine.models.families import names_of
 from research_engine.models.hf_rope import gemma3_ropes, longest_sequence, rope_from_hf
+from research_engine.models.quantization import quantization_from_hf
 from research_engine.models.reading import ids, mapping, need, refuse_others, take
 
 ACTIVATIONS = {
@@ -46,15 +47,13 @@ def config_from_hf(config: Mapping[str, Any], generation_config: Mapping[str, An
     """
     architecture = architecture_of(config)
     names_of(architecture)
-    if config.get("quantization_config"):
-        method = mapping(config, "quantization_config").get("quant_method", "an unnamed method")
-        raise ConfigError(
-            f"weights quantized with {method} are not supported; use the float safetensors or a GGUF file"
-        )
     eos = (generation_config or {}).get("eos_token_id")
     fields = _READERS[architecture](config)
     fields.setdefault("bos_token_id", config.get("bos_token_id"))
     fields["eos_token_ids"] = ids(fields.pop("eos_token_id", config.get("eos_token_id")) if eos is None else eos)
+    quantization = config.get("quantization_config") or config.get("compression_config")
+    if quantization:
+        fields["quantization"] = quantization_from_hf(quantization)
     return ModelConfig(architecture=architecture, **fields)
 
 

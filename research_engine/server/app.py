@@ -30,7 +30,7 @@ from research_engine.server.api.schemas import describe_posts
 from research_engine.server.api.status import status_router
 from research_engine.server.api.tokens import detokenize, tokenize
 from research_engine.server.context import ServerContext
-from research_engine.server.errors import ApiError
+from research_engine.server.errors import ApiError, nested_too_deeply
 from research_engine.server.http import Call, ClientGone, Receive, Scope, Send
 
 log = logging.getLogger("research_engine.server")
@@ -86,6 +86,9 @@ class ServerApp:
             await call.reply(error.body(), error.status, headers=error.headers)
         except ClientGone:
             pass
+        except RecursionError:
+            nested = nested_too_deeply()
+            await call.reply(nested.body(), nested.status)
         except Exception:
             log.exception("%s %s failed", scope["method"], scope["path"])
             if call.started:

@@ -64,6 +64,16 @@ class ServerContext:
             )
         return self.tokenizer
 
+    def check_token_ids(self, ids: Sequence[int], field: str) -> None:
+        """Raises ApiError (400): an id is outside the model's vocabulary."""
+        ready = self.client.ready
+        if not ids or ready is None or not ready.vocab_size:
+            return
+        bad = low if (low := min(ids)) < 0 else max(ids)
+        if bad < 0 or bad >= ready.vocab_size:
+            top = f"{ready.vocab_size - 1} (vocabulary of {ready.vocab_size})"
+            raise invalid(f"{field} holds token id {bad}; ids go from 0 to {top}", field)
+
     @property
     def grammars(self) -> GrammarCompiler:
         """Checks grammars before the engine sees them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -88,8 +89,28 @@ def of_engine(error: RefusedError | EngineDeadError) -> ApiError:
     return ApiError(500, str(error), code="engine_error")
 
 
-def of_decoding(error: msgspec.DecodeError) -> ApiError:
-    """A body that is no JSON, or whose fields are of the wrong type."""
+T = TypeVar("T")
+
+
+def decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """A request.
+
+    Raises:
+        ApiError: 400, the body is no JSON, or one of its fields is of the wrong type.
+    """
+    try:
+        return decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise _of_decoding(error) from None
+    except RecursionError:
+        raise nested_too_deeply() from None
+
+
+def nested_too_deeply() -> ApiError:
+    return ApiError(400, "the body is nested too deeply", code="invalid_json")
+
+
+def _of_decoding(error: msgspec.DecodeError) -> ApiError:
     if isinstance(error, msgspec.ValidationError):
         message, _, path = str(error).partition(" - at `$")
         param = path.rstrip("`").lstrip(".") or None

@@ -159,6 +159,8 @@ def sampling_params(
     for name in _SAME_NAME:
         if (value := getattr(request, name)) is not None:
             given[name] = value
+    if request.seed is not None:
+        given["seed"] = request.seed % 2**64  # equal seeds modulo 2**64 draw alike
     if request.logit_bias:
         given["logit_bias"] = _token_keys(request.logit_bias)
     try:
@@ -182,7 +184,10 @@ _SAME_NAME = (
 
 def _token_keys(bias: dict[str, float]) -> dict[int, float]:
     try:
-        return {int(token_id): value for token_id, value in bias.items()}
+        made = {int(token_id): value for token_id, value in bias.items()}
+        if any(not -(2**31) <= token_id < 2**31 for token_id in made):
+            raise ValueError("one is out of range")
+        return made
     except ValueError as error:
         raise invalid(f"logit_bias: keys are token ids ({error})", "logit_bias") from None
 

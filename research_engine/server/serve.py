@@ -30,6 +30,7 @@ from research_engine.server.wire import Ready
 
 log = logging.getLogger("research_engine.server")
 _LAST_SECONDS = 1.0  # for the last answers after the engine's death or the end of a drain, before connections are cut
+_SEND_BYTES = 262144  # that the kernel holds for a client that does not read; left alone, it would take megabytes
 _PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "msgspec", "llguidance")
 
 
@@ -140,6 +141,7 @@ class Serving:
             log_level="warning",
             access_log=server.access_log,
             server_header=False,
+            proxy_headers=False,
             backlog=4096,
             timeout_keep_alive=60,
             ssl_keyfile=server.ssl_keyfile or None,
@@ -221,6 +223,7 @@ def _bind(server: ServerOptions) -> socket.socket:
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)  # connections inherit it
     try:
         bound.bind((server.host, server.port))
     except (OSError, OverflowError) as error:

@@ -48,7 +48,7 @@ def parts_around(executor: Executor, options: EngineOptions, records: LiveRecord
     """An engine with the byte tokenizer around any executor."""
     tokenizer = byte_tokenizer()
     config = EngineConfig(
-        num_blocks=options.num_blocks or 16384,
+        num_blocks=options.num_blocks or 4096,
         block_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens or 8192,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from research_engine.bench.backends import Call, Observation, error_message, output_tokens_of, request_body, token_gaps
@@ -85,6 +85,7 @@ def test_several_tokens_in_a_chunk_are_one_gap_and_zeros():
     assert sorted(token_gaps(seen, 4)) == [0.0, 0.0, 1.0]
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=8))
 def test_gaps_are_one_fewer_than_tokens_and_add_up_to_the_time_from_first_to_last(bundles):
     seen = read([*[text("x" * size) for size in bundles], text("", "length"), usage(sum(bundles)), DONE])

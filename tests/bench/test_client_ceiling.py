@@ -18,8 +18,8 @@ def test_streams_whole_answers_and_the_baseline_are_measured():
 
 
 def test_what_a_core_takes_is_told_in_the_kinds_own_unit():
-    assert Ceiling("streamed", 1, 100.0, 1.0, 0.5, 10.0).of_a_core == "100,000 tok/s"
-    assert Ceiling("whole", 1, 100.0, 10.0, 0.5, 10.0).of_a_core == "20 req/s"
+    assert Ceiling("streamed", 1, 100.0, 1.0, 0.5, 10.0).of_a_core == "100k tok/s"
+    assert Ceiling("whole", 1, 100.0, 10.0, 0.5, 10.0).of_a_core == "0.02k req/s"
 
 
 @pytest.mark.parametrize("wrong", [{"streams": (0,)}, {"output_len": 0}, {"seconds": 0.0}, {"step_ms": -1.0}])

@@ -88,5 +88,7 @@ def test_what_is_no_result_is_refused_by_name(text, file, tmp_path, capsys):
 
 def test_one_file_is_too_few_and_a_missing_one_is_named(file, capsys):
     assert main(["bench", "compare", file("a.json", run())]) == 2
+    assert main(["bench", "compare", *[file("a.json", run())] * 2]) == 2
+    assert "given twice" in capsys.readouterr().err
     assert main(["bench", "compare", file("a.json", run()), "nowhere.json"]) == 2
     assert "nowhere.json: No such file" in capsys.readouterr().err

@@ -25,6 +25,9 @@ SMALL = {
     "fused_add_rms_norm": "70x32",
     "silu_and_mul": "70x24",
     "rotary_embedding": "70:4/2/16",
+    "w4a16": "5x70x96:32",
+    "w8a16": "3x70x96:96",
+    "w8a16_float8": "9x70x96:96",
     "reshape_and_cache": "70:2/16:8",
     "copy_blocks": "70x2:2/16:8",
     "swap_blocks": "70x2:2/16:8",
@@ -70,7 +73,8 @@ def test_ours_and_torch_are_right_and_timed(op, dtype, device):
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_kernel_that_does_nothing_is_not_timed(op, monkeypatch):
-    name = "paged_attention" if op in ("decode", "prefill") else op
+    names = {"decode": "paged_attention", "prefill": "paged_attention"}
+    name = "quantized_matmul" if "a16" in op else names.get(op, op)
     monkeypatch.setattr(kernels, name, lambda *args, **kwargs: None)
     monkeypatch.setattr(CpuTimer, "measure", lambda *args: pytest.fail("a wrong kernel was timed"))
     (measurement,) = measure(op)

@@ -188,6 +188,17 @@ def test_a_trace_is_sent_at_its_own_times_scaled(tmp_path):
                           "--trace-time-scale", "0.001", "--num-prompts", "3")  # fmt: skip
     assert result["scheduled_times"] == pytest.approx([0.0, 0.04, 0.08])
     assert all(sent >= due for sent, due in zip(result["start_times"], result["scheduled_times"], strict=True))
+    assert result["dataset"] == "trace, t.csv, with its times"
+
+
+def test_a_rate_takes_the_place_of_a_traces_own_times(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("prompt_tokens,output_tokens,arrival\n9,4,0\n9,4,1000\n", encoding="utf-8")
+    with StandIn() as server:
+        _, result = bench(server, tmp_path, "--dataset-name", "trace", "--dataset-path", str(path),
+                          "--request-rate", "1000")  # fmt: skip
+    assert result["completed"] == 6 and max(result["scheduled_times"]) < 1.0
+    assert result["dataset"] == "trace, t.csv"
 
 
 def test_the_key_is_sent_and_its_absence_is_told_without_a_traceback(tmp_path, capsys, monkeypatch):

@@ -110,6 +110,11 @@ def test_a_wrong_value_is_refused_with_the_rule(group, values, rule):
         group(**values)
 
 
+def test_the_files_of_a_sweep_must_not_take_each_others_names():
+    with pytest.raises(ValueError, match=r"must end in \.json"):
+        ServeBenchOptions(traffic=TrafficOptions(sweep_rates="1"), report=ReportOptions(result_filename="x.md"))
+
+
 def test_limits_on_tokens_need_a_stream():
     with pytest.raises(ValueError, match="ttft"):
         ServeBenchOptions(TargetOptions(non_streaming=True), report=ReportOptions(goodput=("ttft:5",)))

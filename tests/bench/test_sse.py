@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from research_engine.bench.sse import DONE, EventReader
@@ -14,6 +14,7 @@ DATA = st.text(st.characters(exclude_characters="\r\n", codec="utf-8"), min_size
     lambda text: not text.startswith("\ufeff")
 )
 LINES = st.lists(DATA, min_size=1, max_size=3)
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no fault
 NOISE = st.sampled_from(["", ": a comment\n", "event: message\n", "id: 7\n", "retry: 10\n", ":\n", "data\n\n", "\n"])
 
 
@@ -22,6 +23,7 @@ def read(pieces: list[bytes]) -> list[bytes]:
     return [event for piece in pieces for event in reader.feed(piece)]
 
 
+@unhurried
 @given(
     events=st.lists(st.tuples(LINES, NOISE), max_size=6),
     ending=st.sampled_from(["\n", "\r\n", "\r"]),

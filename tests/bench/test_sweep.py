@@ -8,7 +8,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from research_engine.bench.serve_options import ReportOptions, ServeBenchOptions, TrafficOptions
@@ -37,6 +37,7 @@ def searched(start: float, tolerance: float, limit: float) -> list[float]:
         return tried
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(start=st.floats(0.5, 200), limit=st.floats(1.0, 100), tolerance=st.sampled_from([0.3, 0.1, 0.05]))
 def test_the_search_closes_in_on_the_limit(start, limit, tolerance):
     tried = searched(start, tolerance, limit)

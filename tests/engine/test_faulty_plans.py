@@ -19,7 +19,7 @@ from .random_runs import RandomRun
 from .shadow import assert_empty, drain, expected, greedy, make_engine
 
 REQUEST_FIELDS = [
-    name for name in Request.__slots__ if name not in ("_digests", "_text", "sampling", "sibling")
+    name for name in Request.__slots__ if name not in ("_digests", "_text", "_token_ids", "_sampling", "_sibling")
 ]  # _digests is a memo of what _tokens imply
 
 

@@ -21,6 +21,7 @@ import torch
 from research_engine import kernels
 from research_engine.kernels._checks import CPU_DTYPES, CUDA_DTYPES, QUANTIZED_CACHE_DTYPES
 from research_engine.kernels.attention import CPU_PATHS, PATHS
+from research_engine.kernels.quantized import KINDS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.kernels.attention_cases import NAN, TOLERANCE, make_batch
@@ -105,6 +106,26 @@ def compare(
         same(result.cpu(), expected, dtype)
 
 
+def check_quantized(device: str, dtype: torch.dtype, kind: str, n: int, k: int, groups: int, rows: int) -> None:
+    """The product and the weight as floats, with zeros, and for 4 bits with offsets."""
+    if dtype == torch.float32 and device != "cpu":
+        return  # no kernel
+    bits = KINDS[kind].bits
+    codes = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8)
+    if kind == "float8":
+        codes[codes & 0x7F == 0x7F] = 0
+    zeros = None if kind == "float8" else torch.randint(0, 1 << bits, (groups, n), dtype=torch.uint8)
+    offsets = torch.randn(groups, n) if kind == "int4" else None
+    values = codes.view(torch.float8_e4m3fn) if kind == "float8" else codes
+    on_device = [None if x is None else x.to(device) for x in (values, torch.rand(groups, n), zeros, offsets)]
+    weight = kernels.pack_weight(*on_device, kind=kind)  # type: ignore[arg-type]
+    x = torch.randn(rows, k).to(device, dtype)
+    expected = kernels.reference.quantized_matmul(x, weight)
+    error = (kernels.quantized_matmul(x, weight).double() - expected).norm() / expected.norm()
+    assert error < TOLERANCE[dtype], f"relative error {error}"
+    same(kernels.dequantize_weight(weight, dtype).cpu(), kernels.reference.dequantize_weight(weight).cpu(), dtype)
+
+
 def check_swap(device: str, dtype: torch.dtype, head_size: int) -> None:
     """Blocks from host memory to the device, and back into other host memory."""
     pinned = device != "cpu"
@@ -176,6 +197,15 @@ def others(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
     for interleaved in (False, True):
         tensors = [positions, random(5, 6, 80), random(5, 2, 80), torch.randn(10, 64)]
         yield f"rotary_embedding interleaved={interleaved}", case("rotary_embedding", tensors, interleaved=interleaved)
+    for d in (64, 46):
+        for cache_dtype in (dtype, *QUANTIZED_CACHE_DTYPES):
+            caches = torch.zeros(2, 4, 2, 7, d, dtype=cache_dtype)
+            heads = random(5, 6, d), random(5, 2, d), random(5, 2, d)
+            slots = torch.tensor([-1, 27, 0, 13])
+            tensors = [positions, *heads, torch.randn(10, 32), caches[0], caches[1], slots]
+            scales = None if cache_dtype is dtype else torch.tensor([0.1, 0.02])
+            name = f"rotary_and_cache {cache_dtype} D={d}"
+            yield name, case("rotary_and_cache", tensors, key_scale=scales, value_scale=scales)
     for vocab_size in (3, 1000, 131_072):
         yield f"sample V={vocab_size}", partial(check_sample, device, dtype, vocab_size)
     for d in (64, 46):
@@ -188,6 +218,11 @@ def others(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
             name = f"reshape_and_cache {cache_dtype} D={d}"
             yield name, case("reshape_and_cache", tensors, key_scale=scales, value_scale=scales)
         pairs = torch.tensor([[8, 0], [3, 1], [3, 2]])
+        for kind in KINDS:
+            yield (
+                f"quantized_matmul {kind} K={5 * d // 32 * 32}",
+                partial(check_quantized, device, dtype, kind, 300, 5 * (d // 32 * 32), 5, 11),
+            )
         yield f"copy_blocks D={d}", case("copy_blocks", [random(3, 2, 9, 2, 5, d), pairs])
         yield f"swap_blocks D={d}", partial(check_swap, device, dtype, d)
 

@@ -39,6 +39,26 @@ def arguments(name: str, device: str) -> tuple[object, ...]:
             None,
             None,
         )
+    if name == "rotary_and_cache":
+        rotated = torch.arange(3, device=device), randn(3, 4, 16), randn(3, 2, 16), randn(3, 2, 16), randn(5, 16)
+        return (
+            *rotated,
+            randn(4, 2, 8, 16),
+            randn(4, 2, 8, 16),
+            torch.tensor([3, -1, 30], device=device),
+            False,
+            None,
+            None,
+        )
+    if name in ("quantized_matmul", "dequantize_weight"):
+        w = kernels.pack_weight(
+            torch.zeros(40, 64, dtype=torch.uint8, device=device), torch.ones(2, 40, device=device), kind="int4"
+        )
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        if name == "dequantize_weight":
+            return w.weight, w.scales, None, None, torch.empty(40, 64, dtype=dtype, device=device), "int4"
+        x, out = randn(3, 64).to(dtype), torch.empty(3, 40, dtype=dtype, device=device)
+        return x, w.weight, w.scales, None, None, out, None, "int4"
     if name == "copy_blocks":
         return randn(2, 2, 4, 2, 8, 16), pairs
     if name == "swap_blocks":
@@ -54,8 +74,9 @@ def arguments(name: str, device: str) -> tuple[object, ...]:
     return (*batch.tensors(), torch.empty_like(batch.query), lse, *options)
 
 
-ROWWISE = ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding"]
-NAMES = [*ROWWISE, "reshape_and_cache", "copy_blocks", "swap_blocks", "sample", "paged_attention"]
+ROWWISE = ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding", "rotary_and_cache"]
+PACKED = ["quantized_matmul", "dequantize_weight"]
+NAMES = [*ROWWISE, *PACKED, "reshape_and_cache", "copy_blocks", "swap_blocks", "sample", "paged_attention"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -44,17 +44,15 @@ def direct(x: torch.Tensor, weights: list[torch.Tensor], normalize: bool, k: int
             gate, up = (gate_up[e] @ row).chunk(2)
             out += shares[e] / total * (down[e] @ (F.silu(gate) * up))
         rows.append(out)
-    return torch.stack(rows) if rows else torch.empty(0, HIDDEN, dtype=torch.float64)
+    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize(("num_tokens", "k"), [(0, 2), (1, 1), (1, 2), (23, 2), (9, EXPERTS)])
+@pytest.mark.parametrize(("num_tokens", "k"), [(1, 1), (1, 2), (23, 2), (9, EXPERTS)])
 def test_the_output_is_the_weighted_sum_of_the_best_experts(
     grouped: bool, normalize: bool, num_tokens: int, k: int
 ) -> None:
-    if grouped and num_tokens == 0:
-        pytest.skip("an engine runs no step without tokens")
     layer, weights = make(torch.float32, grouped=grouped, normalize=normalize, k=k)
     x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(1))
     expected = direct(x, weights, normalize, k).float()
@@ -64,7 +62,8 @@ def test_the_output_is_the_weighted_sum_of_the_best_experts(
 def test_grouped_products_in_bfloat16_are_those_of_single_experts() -> None:
     x = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
     outs = [
-        make(torch.bfloat16, grouped=grouped, normalize=True, k=2)[0](x, torch.empty(40, 0)) for grouped in (True, False)
+        make(torch.bfloat16, grouped=grouped, normalize=True, k=2)[0](x, torch.empty(40, 0))
+        for grouped in (True, False)
     ]
     torch.testing.assert_close(outs[0], outs[1], rtol=2e-2, atol=2e-2)
 

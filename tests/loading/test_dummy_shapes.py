@@ -41,9 +41,7 @@ def test_tensors_are_those_of_transformers_own_class(name: str) -> None:
     assert dict(ours) == {tensor: tuple(weight.shape) for tensor, weight in theirs.items()}
 
 
-@pytest.mark.parametrize(
-    "architecture", sorted({shape["architectures"][0] for shape in DUMMY_SHAPES.values()})
-)
+@pytest.mark.parametrize("architecture", sorted({shape["architectures"][0] for shape in DUMMY_SHAPES.values()}))
 def test_random_weights_keep_every_family_alive(architecture: str) -> None:
     """Logits are numbers of moderate size, and differ between prompts."""
     shape = next(dict(s) for s in DUMMY_SHAPES.values() if s["architectures"] == [architecture])

@@ -240,6 +240,23 @@ def test_paths_resolve_by_what_lies_there(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "nowhere.gguf"))
 
 
+def test_pickled_weights_of_the_hub_are_fetched_where_there_are_no_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def snapshot_download(repository: str, *, allow_patterns: list[str], **_: object) -> str:
+        asked.append(allow_patterns)
+        (tmp_path / "config.json").touch()
+        if "pytorch_model*.bin" in allow_patterns:
+            (tmp_path / "pytorch_model.bin").touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert resolve_model("facebook/opt-125m", progress=False).format == "bin"
+    assert ["*.safetensors" in patterns for patterns in asked] == [True, False]
+
+
 def test_an_unreachable_hub_names_the_alternatives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESEARCH_ENGINE_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -36,7 +36,9 @@ def as_bin(reference: Any, directory: Path, shards: int = 1, **options: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("shards", "options"), [(1, {}), (3, {}), (1, {"_use_new_zipfile_serialization": False})], ids=["one", "many", "old"]
+    ("shards", "options"),
+    [(1, {}), (3, {}), (1, {"_use_new_zipfile_serialization": False})],
+    ids=["one", "many", "old"],
 )
 def test_pickled_weights_give_the_model_of_the_safetensors(
     shards: int, options: dict[str, Any], tmp_path: Path

@@ -70,10 +70,16 @@ def test_end_tokens_of_the_generation_config_win() -> None:
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 16}},
             "must number 16, half the rotated elements, got 1",
         ),
-        ({"rope_scaling": {"type": "longrope", "short_factor": "x"}}, "short_factor must be a list of numbers, got 'x'"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 0.0}}, "rope scaling factor must be a positive number, got 0.0"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": "x"}},
+            "short_factor must be a list of numbers, got 'x'",
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 0.0}},
+            "rope scaling factor must be a positive number, got 0.0",
+        ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized with awq"),
+        ({"quantization_config": {"quant_method": "exl2"}}, "quant_method 'exl2' is not supported"),
         ({"eos_token_id": 199}, "id 199 lies outside the vocabulary of 199"),
         ({"architectures": []}, "architectures"),
         ({"architectures": {"a": 1}}, "architectures"),
@@ -97,8 +103,16 @@ def test_an_unknown_architecture_lists_the_known_ones_nearest_first() -> None:
 @pytest.mark.parametrize(
     ("architecture", "change", "named"),
     [
-        ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, "window must be a positive integer"),
-        ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["a"]}, "each of 3 layers"),
+        (
+            "Qwen2ForCausalLM",
+            {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0},
+            "window must be a positive integer",
+        ),
+        (
+            "Qwen2ForCausalLM",
+            {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["a"]},
+            "each of 3 layers",
+        ),
         ("MistralForCausalLM", {"sliding_window": "all"}, "sliding_window must be of type int, got 'all'"),
         ("Gemma2ForCausalLM", {"attn_logit_softcapping": -1.0}, "attention_softcap must be a positive number"),
         ("Gemma3ForCausalLM", {"sliding_window_pattern": 0}, "sliding_window_pattern must be a positive integer"),

@@ -23,6 +23,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """An engine that spells the alphabet at once."""
     log = tmp_path_factory.mktemp("stub") / "log"
-    live = start(log, "stub", "--check-integrity", engine=STUB)
+    live = start(log, "stub", "--num-blocks", "1024", "--check-integrity", engine=STUB)
     yield live
     assert live.stop() == 0, log.read_text()

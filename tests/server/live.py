@@ -7,11 +7,12 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,6 @@ class LiveServer:
     process: subprocess.Popen[str]
     url: str
     log: Path
-    keys: list[str] = field(default_factory=list)
 
     @property
     def port(self) -> int:
@@ -84,6 +84,18 @@ class LiveServer:
         assert answer.status == 200, answer.body
         return answer.json()
 
+    def send(self, *, receive_buffer: int = 0, **fields: Any) -> socket.socket:
+        """A completion under way; the connection can be read, left unread or closed."""
+        body = json.dumps({"prompt": "a", "max_tokens": 8000, **fields}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+        connection = socket.socket()
+        if receive_buffer:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(DEADLINE)
+        connection.connect(("127.0.0.1", self.port))
+        connection.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
+        return connection
+
     def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The events of a stream that must succeed, without the [DONE] that must end it."""
         answer = self.post(path, {**body, "stream": True})
@@ -94,13 +106,10 @@ class LiveServer:
         assert all(line.startswith("data: ") for line in lines)
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
-    def stats(self) -> dict[str, Any]:
-        return self.get("/stats").json()
-
     def wait_until(self, what: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """The stats, once they are as wanted."""
         end = time.monotonic() + DEADLINE
-        while not what(stats := self.stats()):
+        while not what(stats := self.get("/stats?since=1000000000").json()):
             assert time.monotonic() < end, f"never so: {stats}"
             time.sleep(0.02)
         return stats
@@ -140,6 +149,6 @@ def launch(log: Path, *flags: str, engine: tuple[str, str] | None = None, **envi
     command = ["research_engine.cli", "serve"] if engine is None else ["tests.server.run_server", *engine]
     known = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     return subprocess.Popen(
-        [sys.executable, "-m", *command, *flags, "--port", "0", "--config-dir", str(log.parent / "configs")],
+        [sys.executable, "-m", *command, "--port", "0", "--config-dir", str(log.parent / "configs"), *flags],
         stdout=subprocess.PIPE, stderr=log.open("w"), text=True, cwd=ROOT, env=known,
     )  # fmt: skip

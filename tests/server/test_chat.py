@@ -126,7 +126,7 @@ def test_a_form_holds_whatever_else_is_asked(server: LiveServer) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "strin"}}}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"guided_regex": "("}, "guided_regex"),

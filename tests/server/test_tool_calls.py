@@ -19,7 +19,7 @@ CASES = [
     ('<tool_call>{"name": "h"}</tool_call>', '<tool_call>{"name": "h"}</tool_call>', []),
     ('{"name": "f", "parameters": {"x": "é"}}', "", [ToolCall("f", '{"x": "é"}')]),
     ('<|python_tag|>{"name": "f", "parameters": {}}', "", [ToolCall("f", "{}")]),
-    ('{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "", [ToolCall("f", "{}"), ToolCall("g", "{}")]),
+    ('{"name": "f", "parameters": {}}; {"name": "g"}', "", [ToolCall("f", "{}"), ToolCall("g", "{}")]),
     ('{"name": "f", "parameters": {}} and text', '{"name": "f", "parameters": {}} and text', []),
     ('{"a": 1}', '{"a": 1}', []),
     ("a < b <tool", "a < b <tool", []),

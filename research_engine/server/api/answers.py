@@ -103,6 +103,8 @@ def start(
             answer_id, prompts, sampling, stream=stream, arrived=call.arrived, priority=request.priority or 0,
             client=request.user or "",
         )  # fmt: skip
+    except OverflowError:
+        raise invalid("an integer is out of range: they have 64 bits") from None
     except EngineDeadError as error:
         raise of_engine(error) from None
 

@@ -23,7 +23,7 @@ from research_engine.server.api.token_texts import TokenTexts
 from research_engine.server.api.tool_calls import ToolCall, ToolCallStream, parse
 from research_engine.server.context import ServerContext
 from research_engine.server.engine_client import Generation
-from research_engine.server.errors import invalid, of_decoding
+from research_engine.server.errors import decoded, invalid
 from research_engine.server.http import Call
 from research_engine.server.protocol import ChatRequest, sampling_params, structured_form
 from research_engine.server.wire import Delta, Finish
@@ -39,10 +39,7 @@ async def chat_completions(context: ServerContext, call: Call) -> None:
     Raises:
         ApiError: refused, or not served.
     """
-    try:
-        request = _decoder.decode(call.body)
-    except msgspec.DecodeError as error:
-        raise of_decoding(error) from None
+    request = decoded(_decoder, call.body)
     context.check_model(request.model)
     check_stream_options(request)
     logprobs = _logprobs(request, context.max_logprobs)

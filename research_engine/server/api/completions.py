@@ -22,7 +22,7 @@ from research_engine.server.api.answers import (
 from research_engine.server.api.token_texts import LEAST, TokenTexts
 from research_engine.server.context import ServerContext
 from research_engine.server.engine_client import Generation
-from research_engine.server.errors import invalid, of_decoding
+from research_engine.server.errors import decoded, invalid
 from research_engine.server.http import Call
 from research_engine.server.protocol import CompletionRequest, sampling_params, structured_form
 from research_engine.server.wire import Delta
@@ -38,10 +38,7 @@ async def completions(context: ServerContext, call: Call) -> None:
     Raises:
         ApiError: refused, or not served.
     """
-    try:
-        request = _decoder.decode(call.body)
-    except msgspec.DecodeError as error:
-        raise of_decoding(error) from None
+    request = decoded(_decoder, call.body)
     context.check_model(request.model)
     check_stream_options(request)
     _check(request, context.max_logprobs)
@@ -101,6 +98,9 @@ async def _prompts(context: ServerContext, request: CompletionRequest) -> tuple[
     if len(many) > MAX_PROMPTS:
         raise invalid(f"prompt holds {len(many)} prompts: at most {MAX_PROMPTS} in a request", "prompt")
     add_special = request.add_special_tokens is not False
+    for item in many:
+        if isinstance(item, list):
+            context.check_token_ids(item, "prompt")
     ids: list[Any] = [await context.encode(item, add_special) if isinstance(item, str) else item for item in many]
     return [item if isinstance(item, str) else None for item in many], ids
 

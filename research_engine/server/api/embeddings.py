@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from research_engine.server.api.answers import to_json
 from research_engine.server.context import ServerContext
 from research_engine.server.engine_client import EngineDeadError, RefusedError
-from research_engine.server.errors import invalid, of_decoding, of_engine
+from research_engine.server.errors import decoded, invalid, of_engine
 from research_engine.server.http import Call
 from research_engine.server.protocol import EmbeddingRequest
 
@@ -26,10 +26,7 @@ async def embeddings(context: ServerContext, call: Call) -> None:
     Raises:
         ApiError: refused, or not served.
     """
-    try:
-        request = _decoder.decode(call.body)
-    except msgspec.DecodeError as error:
-        raise of_decoding(error) from None
+    request = decoded(_decoder, call.body)
     context.check_model(request.model)
     if context.client.ready is not None and not context.client.ready.embeds:
         raise invalid(f"the model {context.model!r} is a generator, not an embedder", "model")
@@ -58,6 +55,9 @@ async def _inputs(context: ServerContext, request: EmbeddingRequest) -> list[lis
         raise invalid("input must be a text, a list of token ids, or a list of either that is not empty", "input")
     if len(many) > MAX_INPUTS:
         raise invalid(f"input holds {len(many)} texts: at most {MAX_INPUTS} in a request", "input")
+    for item in many:
+        if isinstance(item, list):
+            context.check_token_ids(item, "input")
     prompts = [await context.encode(item) if isinstance(item, str) else item for item in many]
     if not all(prompts):
         raise invalid("input holds an empty text", "input")

@@ -9,7 +9,7 @@ import msgspec
 from research_engine.server.api.answers import to_json
 from research_engine.server.api.chat import chat_prompt
 from research_engine.server.context import ServerContext
-from research_engine.server.errors import invalid, of_decoding
+from research_engine.server.errors import decoded, invalid
 from research_engine.server.http import Call
 from research_engine.server.protocol import DetokenizeRequest, TokenizeRequest
 
@@ -19,10 +19,7 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
 async def tokenize(context: ServerContext, call: Call) -> None:
     """Token ids of a text or a conversation. Raises ApiError."""
-    try:
-        request = _tokenize_decoder.decode(call.body)
-    except msgspec.DecodeError as error:
-        raise of_decoding(error) from None
+    request = decoded(_tokenize_decoder, call.body)
     context.check_model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise invalid("give either prompt or messages", "prompt")
@@ -42,10 +39,7 @@ async def tokenize(context: ServerContext, call: Call) -> None:
 
 async def detokenize(context: ServerContext, call: Call) -> None:
     """The text of token ids. Raises ApiError."""
-    try:
-        request = _detokenize_decoder.decode(call.body)
-    except msgspec.DecodeError as error:
-        raise of_decoding(error) from None
+    request = decoded(_detokenize_decoder, call.body)
     context.check_model(request.model)
     tokenizer = context.require_tokenizer()
     bad = next((token for token in request.tokens if not 0 <= token < tokenizer.vocab_size), None)

@@ -1,0 +1,67 @@
+"""Requests made up from the server's own description: none is answered with 500, and none hangs.
+
+`python -m tests.server.test_fuzz NUMBER` sends as many a path to a server of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import hypothesis
+import pytest
+import schemathesis
+
+from tests.server.live import DEADLINE, STUB, LiveServer, start
+
+SMALL = {"max_tokens": 4, "max_completion_tokens": 4, "n": 2}  # else a made-up request asks for thousands of tokens
+
+
+def fuzz(server: LiveServer, path: str, number: int) -> Counter[int]:
+    """Send made-up requests to a path; the statuses. Fails at a 500, and at an error of another shape."""
+    statuses: Counter[int] = Counter()
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    (operation,) = [found.ok() for found in schema.get_all_operations() if found.ok().path == path]
+
+    @hypothesis.settings(
+        max_examples=number, deadline=None, database=None, derandomize=True,
+        suppress_health_check=list(hypothesis.HealthCheck), phases=[hypothesis.Phase.generate],
+    )  # fmt: skip
+    @hypothesis.given(case=operation.as_strategy())
+    def send(case: schemathesis.Case) -> None:
+        if isinstance(case.body, dict):
+            for name, most in SMALL.items():
+                if isinstance(case.body.get(name), int):
+                    case.body[name] = min(case.body[name], most)
+            if "model" in case.body:
+                case.body["model"] = None
+        answer = case.call(timeout=DEADLINE)
+        statuses[answer.status_code] += 1
+        assert answer.status_code < 500, (answer.text, case.body)
+        if answer.status_code >= 400:
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+    send()
+    return statuses
+
+
+PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/embeddings", "/stats"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_made_up_requests_are_answered_or_refused(stub: LiveServer, path: str) -> None:
+    statuses = fuzz(stub, path, 40)
+    assert sum(statuses.values()) >= 20
+    assert stub.complete(prompt="a", max_tokens=3)["choices"][0]["text"] == "abc"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        live = start(Path(folder) / "log", "stub", engine=STUB)
+        for path in PATHS:
+            print(path, dict(fuzz(live, path, int(sys.argv[1]))), flush=True)
+        assert live.complete(prompt="a", max_tokens=3)["choices"][0]["text"] == "abc"
+        live.wait_until(lambda stats: stats["running"] == 0)
+        sys.exit(live.stop())

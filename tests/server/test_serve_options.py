@@ -1,0 +1,115 @@
+"""Flags as vLLM's users type them, a file beneath them, and an error by name for what is not there."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from research_engine.options import EngineOptions, OptionError
+from research_engine.server.serve_options import ServeOptions, _parser, parse
+
+
+def test_flags_as_vllms_users_type_them() -> None:
+    words = (
+        "dummy:tiny --host 0.0.0.0 --port 9000 --api-key a b --served-model-name x y --gpu-memory-utilization 0.8 "
+        "--max-model-len 512 --max-num-seqs 8 --max-num-batched-tokens 256 --dtype float32 --tensor-parallel-size 1 "
+        "--no-enable-prefix-caching --kv-cache-dtype auto --block-size 32 --swap-space 1 --seed 7 --enforce-eager "
+        "--trust-remote-code --task generate --load-format dummy --scheduling-policy vtc "
+        "--scheduler-params weight_output=3.0 --max-num-queued-reqs 9"
+    )
+    options = parse(words.split())
+    engine, server = options.engine, options.server
+    assert (server.host, server.port, server.api_key, server.served_model_name) == (
+        "0.0.0.0",
+        9000,
+        ["a", "b"],
+        ["x", "y"],
+    )
+    assert (engine.gpu_memory_utilization, engine.max_model_len, engine.max_num_seqs) == (0.8, 512, 8)
+    assert (engine.max_num_batched_tokens, engine.dtype, engine.enable_prefix_caching) == (256, "float32", False)
+    assert (engine.block_size, engine.swap_space, engine.seed, engine.load_format) == (32, 1.0, 7, "dummy")
+    assert (engine.scheduler, engine.scheduler_params, engine.max_num_queued) == ("vtc", {"weight_output": 3.0}, 9)
+
+
+def test_every_engine_option_has_its_flag() -> None:
+    flags = {action.dest for action in _parser()._actions}
+    assert {entry.name for entry in fields(EngineOptions)} <= flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "scheduler"),
+    [("", "chunked_prefill"), ("--enable-chunked-prefill", "chunked_prefill"), ("--no-enable-chunked-prefill", "fcfs"),
+     ("--no-enable-chunked-prefill --scheduler vllm_v0", "vllm_v0")],
+)  # fmt: skip
+def test_chunked_prefill_is_a_choice_of_scheduler(flags: str, scheduler: str) -> None:
+    assert parse(["m", *flags.split()]).engine.scheduler == scheduler
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--no-enable-chunked-prefill --scheduler chunked_prefill", "contradicts"),
+        ("--port 70000", "port = 70000"),
+        ("--block-size 0", "block_size = 0"),
+        ("--dtype float8", "dtype = 'float8'"),
+        ("--log-level loud", "log_level = 'loud'"),
+        ("--max-body-mib 0", "max_body_mib"),
+        ("--scheduler-params watermark", "NAME=VALUE"),
+        ("--ssl-keyfile x", "ssl_certfile"),
+        ("--config /nonexistent.yaml", "cannot be read"),
+    ],
+)
+def test_a_wrong_value_is_named(flags: str, says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        parse(["m", *flags.split()])
+
+
+def test_a_model_is_needed() -> None:
+    with pytest.raises(OptionError, match="no model"):
+        parse([])
+
+
+def test_an_unknown_flag_is_a_users_mistake_with_the_nearest_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["m", "--max-num-seq", "3"], ["m", "--port"], ["m", "--port", "x"]):
+        with pytest.raises(SystemExit) as stop:
+            parse(words)
+        assert stop.value.code == 2
+    assert "--port" in capsys.readouterr().err
+
+
+def written(tmp_path: Path, **values: Any) -> str:
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def test_a_file_holds_any_of_them_and_flags_beat_it(tmp_path: Path) -> None:
+    values = {
+        "model": "dummy:tiny",
+        "max-num-seqs": 8,
+        "port": 1,
+        "scheduling_policy": "sjf",
+        "enable_chunked_prefill": None,
+    }
+    options = parse(["--config", written(tmp_path, **values), "--port", "2"])
+    assert (options.engine.model, options.engine.max_num_seqs, options.server.port) == ("dummy:tiny", 8, 2)
+    assert options.engine.scheduler == "sjf"
+    with pytest.raises(OptionError, match="nearest: max_num_seqs"):
+        parse(["--config", written(tmp_path, max_num_seq=8)])
+    (tmp_path / "list.yaml").write_text("- a")
+    with pytest.raises(OptionError, match="options by name"):
+        parse(["--config", str(tmp_path / "list.yaml")])
+
+
+def test_what_a_start_writes_starts_the_same_again(tmp_path: Path) -> None:
+    words = "dummy:tiny --api-key secret --served-model-name a --scheduler vtc --scheduler-params weight_output=3.0"
+    options = parse(words.split())
+    resolved = options.resolved()
+    assert "secret" not in str(resolved)
+    again = parse(["--config", written(tmp_path, **resolved, resolved={"versions": {"python": "3"}})])
+    assert again.engine == options.engine
+    assert ServeOptions(again.engine, again.server).resolved() == resolved
