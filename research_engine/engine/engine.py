@@ -19,7 +19,6 @@ from .clock import MonotonicClock
 from .config import EngineConfig
 from .contract import Batch, Clock, EngineView, Executor, Pending, SchedulePlan, Scheduler, StepResult
 from .decision_log import DecisionLog
-from .errors import PlanError
 from .guards import GuardedPolicy, ProgressGuard
 from .kv_cache import KVCache
 from .queues import RequestQueues
@@ -30,8 +29,7 @@ from .request_rules import check_request
 from .sampling_params import SamplingParams
 from .structured import TokenConstraint
 from .text import DecodeStream
-from .token_output import TokenOutput as TokenOutput
-from .token_output import take_token
+from .token_output import TokenOutput, take_prompt_logprobs, take_token
 
 Answer = TypeVar("Answer")
 
@@ -182,11 +180,7 @@ class Engine:
 
     def commit(self, plan: SchedulePlan, view: EngineView) -> Batch:
         """Carry the plan out on the books, or raise PlanError and change nothing."""
-        try:
-            batch = self.kv_cache.commit(plan, self.queues.live, view.step)
-        except PlanError as error:
-            plan = self._policy.instead(error, view)
-            batch = self.kv_cache.commit(plan, self.queues.live, view.step)
+        plan, batch = self._policy.committed(plan, view, self.kv_cache, self.queues.live)
         if self.decisions is not None:
             self.decisions.add(view.step, view.now, plan)
         self.queues.carry_out(batch, view.now)
@@ -253,8 +247,7 @@ class Engine:
             if request._finish_time is not None:  # ended since it was handed over
                 continue
             if result.prompt_logprobs and index in result.prompt_logprobs:
-                known = max(0, len(request._prompt_logprobs) - start)  # from before a preemption
-                request._prompt_logprobs.extend(result.prompt_logprobs[index][known:])
+                take_prompt_logprobs(request, start, result.prompt_logprobs[index])
             if draws:
                 text, reason = take_token(request, token_id, now)
                 if reason is not None:
