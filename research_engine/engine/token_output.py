@@ -54,6 +54,6 @@ def take_token(request: Request, token_id: int, now: float) -> tuple[str, str | 
 
 
 def take_prompt_logprobs(request: Request, start: int, entries: Sequence[TokenLogprobs]) -> None:
-    """Mutates the request: the entries of its prompt tokens from start + 1 on, but those known from before a preemption."""
+    """Mutates the request: entries of prompt tokens from start + 1 on, less those known from before a preemption."""
     known = max(0, len(request._prompt_logprobs) - start)
     request._prompt_logprobs.extend(entries[known:])
