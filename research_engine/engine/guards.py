@@ -55,8 +55,8 @@ class GuardedPolicy:
         """Ask for a plan.
 
         Raises:
-            PolicyError: it raised, took longer than schedule_limit, or returned no SchedulePlan; with on_fault =
-                "go_on" the step is planned by arrival instead.
+            PolicyError: it raised, took longer than schedule_limit, or returned no SchedulePlan; with "go_on" the
+                step is planned by arrival instead.
         """
         self._stopwatch.start()
         try:
