@@ -6,9 +6,10 @@ import ast
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import cast
 
 from research_engine.engine.contract import Scheduler
-from research_engine.engine.reservation import RESERVATIONS
+from research_engine.engine.reservation import RESERVATIONS, Reservation
 
 from .random_runs import RandomRun
 
@@ -31,7 +32,7 @@ def check_policy(make: Callable[[], Scheduler], *, seeds: Iterable[int] = range(
     """
     facts: Counter[str] = Counter()
     for index, seed in enumerate(seeds):
-        reservation = RESERVATIONS[index % len(RESERVATIONS)]
+        reservation = cast(Reservation, RESERVATIONS[index % len(RESERVATIONS)])
         run = RandomRun(seed, lambda rng: make(), reservation=reservation)
         try:
             run.finish()
@@ -46,11 +47,10 @@ def reads_a_clock(path: Path) -> list[str]:
     """Lines of a policy's file that import a clock; `view.now` is its time, or a run cannot be simulated."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        modules: list[str] = []
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            modules = [node.module or ""]
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        named = isinstance(node, ast.Import)
+        modules = [alias.name for alias in node.names] if named else [getattr(node, "module", None) or ""]
         clocks = [module for module in modules if module.split(".")[0] in CLOCKS]
         found += [f"{path.name}, line {node.lineno}: imports {module}" for module in clocks]
     return found
