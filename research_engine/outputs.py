@@ -1,12 +1,16 @@
-"""What `LLM.generate` returns: text, token ids, log-probabilities and times, named as vLLM's users know them."""
+"""What `LLM.generate` and `LLM.embed` return, named as vLLM's users know it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from research_engine.engine.records import RequestRecord
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Logprob(NamedTuple):
@@ -59,6 +63,32 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestRecord
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """What a text became.
+
+    Attributes:
+        vector: float32 [H].
+    """
+
+    vector: NDArray[np.float32]
+
+    @property
+    def embedding(self) -> list[float]:
+        """`vector` as a list."""
+        numbers: list[float] = self.vector.tolist()
+        return numbers
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """One text and its embedding. `prompt` is the text; None when token ids were given."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
 
 
 def merged_record(records: Sequence[RequestRecord]) -> RequestRecord:
