@@ -23,6 +23,7 @@ DType from_dlpack(dlpack::DataType type) {
   if (is(dlpack::kFloat, 16)) return DType::f16;
   if (is(dlpack::kInt, 32)) return DType::i32;
   if (is(dlpack::kInt, 64)) return DType::i64;
+  if (is(dlpack::kInt, 8)) return DType::i8;
   if (is(dlpack::kUInt, 8)) return DType::u8;
   if (is(dlpack::kFloat8E4M3FN, 8)) return DType::f8e4m3;
   throw py::type_error("no kernel takes tensors of this dtype");
@@ -34,6 +35,7 @@ DType from_name(const std::string& name) {
   if (name == "torch.float16") return DType::f16;
   if (name == "torch.int32") return DType::i32;
   if (name == "torch.int64") return DType::i64;
+  if (name == "torch.int8") return DType::i8;
   if (name == "torch.uint8") return DType::u8;
   if (name == "torch.float8_e4m3fn") return DType::f8e4m3;
   throw py::type_error("no kernel takes tensors of dtype " + name);
@@ -126,7 +128,7 @@ void require_one_device(std::initializer_list<Named> tensors) {
 
 void paged_attention(py::handle query, py::handle key_cache, py::handle value_cache, py::handle block_tables,
                      py::handle query_start_loc, py::handle seq_lens, py::handle out, py::handle lse, py::handle alibi_slopes,
-                     py::handle sinks, py::handle workspace, float scale, bool causal, int64_t sliding_window, float softcap,
+                     py::handle sinks, py::handle key_scale, py::handle value_scale, py::handle workspace, float scale, bool causal, int64_t sliding_window, float softcap,
                      int64_t max_query_len, int64_t max_seq_len, int path, int64_t split_size, uintptr_t stream_address) {
   PagedAttention args;
   args.query = view(query);
@@ -139,11 +141,14 @@ void paged_attention(py::handle query, py::handle key_cache, py::handle value_ca
   args.lse = view(lse);
   args.alibi_slopes = view(alibi_slopes);
   args.sinks = view(sinks);
+  args.key_scale = view(key_scale);
+  args.value_scale = view(value_scale);
   args.workspace = view(workspace);
   require_one_device({{"query", args.query}, {"key_cache", args.key_cache}, {"value_cache", args.value_cache},
                       {"block_tables", args.block_tables}, {"query_start_loc", args.query_start_loc},
                       {"seq_lens", args.seq_lens}, {"out", args.out}, {"lse", args.lse},
-                      {"alibi_slopes", args.alibi_slopes}, {"sinks", args.sinks}, {"workspace", args.workspace}});
+                      {"alibi_slopes", args.alibi_slopes}, {"sinks", args.sinks}, {"key_scale", args.key_scale},
+                      {"value_scale", args.value_scale}, {"workspace", args.workspace}});
   args.scale = scale;
   args.causal = causal;
   args.sliding_window = sliding_window;
@@ -152,7 +157,9 @@ void paged_attention(py::handle query, py::handle key_cache, py::handle value_ca
   args.max_seq_len = max_seq_len;
   args.path = path;
   args.split_size = split_size;
-  RESEARCH_ENGINE_DISPATCH(args.query, check_attention_values(args); cpu::paged_attention(args), cuda::paged_attention(args, stream));
+  RESEARCH_ENGINE_DISPATCH(args.query, check_attention_values(args); check_scales("key_scale", args.key_scale);
+                           check_scales("value_scale", args.value_scale); cpu::paged_attention(args),
+                           cuda::paged_attention(args, stream));
 }
 
 #ifdef RESEARCH_ENGINE_WITH_CUDA
@@ -188,11 +195,14 @@ void check_paged_attention(py::handle query, py::handle key_cache, py::handle bl
 }
 
 void reshape_and_cache(py::handle key, py::handle value, py::handle key_cache, py::handle value_cache, py::handle slot_mapping,
-                       uintptr_t stream_address) {
+                       py::handle key_scale, py::handle value_scale, uintptr_t stream_address) {
   const TensorView k = view(key), v = view(value), kc = view(key_cache), vc = view(value_cache), slots = view(slot_mapping);
-  require_one_device({{"key", k}, {"value", v}, {"key_cache", kc}, {"value_cache", vc}, {"slot_mapping", slots}});
-  RESEARCH_ENGINE_DISPATCH(k, check_slots(slots, kc.shape[0] * kc.shape[2]); cpu::reshape_and_cache(k, v, kc, vc, slots),
-                           cuda::reshape_and_cache(k, v, kc, vc, slots, stream));
+  const TensorView ks = view(key_scale), vs = view(value_scale);
+  require_one_device({{"key", k}, {"value", v}, {"key_cache", kc}, {"value_cache", vc}, {"slot_mapping", slots},
+                      {"key_scale", ks}, {"value_scale", vs}});
+  RESEARCH_ENGINE_DISPATCH(k, check_slots(slots, kc.shape[0] * kc.shape[2]); check_scales("key_scale", ks);
+                           check_scales("value_scale", vs); cpu::reshape_and_cache(k, v, kc, vc, slots, ks, vs),
+                           cuda::reshape_and_cache(k, v, kc, vc, slots, ks, vs, stream));
 }
 
 void copy_blocks(py::handle kv_cache, py::handle pairs, uintptr_t stream_address) {
@@ -211,16 +221,39 @@ void swap_blocks(py::handle source, py::handle destination, py::handle pairs, ui
   RESEARCH_ENGINE_DISPATCH(where, cpu::swap_blocks(from, to, p), cuda::swap_blocks(from, to, p, stream));
 }
 
-void rms_norm(py::handle x, py::handle weight, py::handle out, float eps, uintptr_t stream_address) {
-  const TensorView in = view(x), w = view(weight), result = view(out);
-  require_one_device({{"x", in}, {"weight", w}, {"out", result}});
-  RESEARCH_ENGINE_DISPATCH(in, cpu::rms_norm(in, w, result, eps), cuda::rms_norm(in, w, result, eps, stream));
+void gather_cache(py::handle key_cache, py::handle value_cache, py::handle block_tables, py::handle start_loc, py::handle starts,
+                  py::handle key, py::handle value, py::handle key_scale, py::handle value_scale, uintptr_t stream_address) {
+  const TensorView kc = view(key_cache), vc = view(value_cache), tables = view(block_tables), locations = view(start_loc);
+  const TensorView first = view(starts), k = view(key), v = view(value), ks = view(key_scale), vs = view(value_scale);
+  require_one_device({{"key_cache", kc}, {"value_cache", vc}, {"block_tables", tables}, {"start_loc", locations},
+                      {"starts", first}, {"key", k}, {"value", v}, {"key_scale", ks}, {"value_scale", vs}});
+  RESEARCH_ENGINE_DISPATCH(kc, check_gather_values(tables, locations, first, k.shape[0], kc.shape[2], kc.shape[0]);
+                           cpu::gather_cache(kc, vc, tables, locations, first, k, v, ks, vs),
+                           cuda::gather_cache(kc, vc, tables, locations, first, k, v, ks, vs, stream));
 }
 
-void fused_add_rms_norm(py::handle x, py::handle residual, py::handle weight, float eps, uintptr_t stream_address) {
+void merge_attention_states(py::handle out_a, py::handle lse_a, py::handle out_b, py::handle lse_b, py::handle out, py::handle lse,
+                            uintptr_t stream_address) {
+  const TensorView oa = view(out_a), la = view(lse_a), ob = view(out_b), lb = view(lse_b), o = view(out), l = view(lse);
+  require_one_device({{"out_a", oa}, {"lse_a", la}, {"out_b", ob}, {"lse_b", lb}, {"out", o}, {"lse", l}});
+  RESEARCH_ENGINE_DISPATCH(oa, cpu::merge_attention_states(oa, la, ob, lb, o, l),
+                           cuda::merge_attention_states(oa, la, ob, lb, o, l, stream));
+}
+
+void rms_norm(py::handle x, py::handle weight, py::handle out, float eps, float weight_offset,
+              uintptr_t stream_address) {
+  const TensorView in = view(x), w = view(weight), result = view(out);
+  require_one_device({{"x", in}, {"weight", w}, {"out", result}});
+  RESEARCH_ENGINE_DISPATCH(in, cpu::rms_norm(in, w, result, eps, weight_offset),
+                           cuda::rms_norm(in, w, result, eps, weight_offset, stream));
+}
+
+void fused_add_rms_norm(py::handle x, py::handle residual, py::handle weight, float eps, float weight_offset,
+                        uintptr_t stream_address) {
   const TensorView in = view(x), r = view(residual), w = view(weight);
   require_one_device({{"x", in}, {"residual", r}, {"weight", w}});
-  RESEARCH_ENGINE_DISPATCH(in, cpu::fused_add_rms_norm(in, r, w, eps), cuda::fused_add_rms_norm(in, r, w, eps, stream));
+  RESEARCH_ENGINE_DISPATCH(in, cpu::fused_add_rms_norm(in, r, w, eps, weight_offset),
+                           cuda::fused_add_rms_norm(in, r, w, eps, weight_offset, stream));
 }
 
 void rotary_embedding(py::handle positions, py::handle query, py::handle key, py::handle cos_sin, bool interleaved,
@@ -231,10 +264,75 @@ void rotary_embedding(py::handle positions, py::handle query, py::handle key, py
                            cuda::rotary_embedding(p, q, k, table, interleaved, stream));
 }
 
+void rotary_and_cache(py::handle positions, py::handle query, py::handle key, py::handle value, py::handle cos_sin,
+                      py::handle key_cache, py::handle value_cache, py::handle slot_mapping, bool interleaved, py::handle key_scale,
+                      py::handle value_scale, uintptr_t stream_address) {
+  const TensorView p = view(positions), q = view(query), k = view(key), v = view(value), table = view(cos_sin);
+  const TensorView kc = view(key_cache), vc = view(value_cache), slots = view(slot_mapping), ks = view(key_scale), vs = view(value_scale);
+  require_one_device({{"query", q}, {"key", k}, {"value", v}, {"positions", p}, {"cos_sin", table}, {"key_cache", kc},
+                      {"value_cache", vc}, {"slot_mapping", slots}, {"key_scale", ks}, {"value_scale", vs}});
+  RESEARCH_ENGINE_DISPATCH(q, check_positions(p, table.shape[0]); check_slots(slots, kc.shape[0] * kc.shape[2]);
+                           check_scales("key_scale", ks); check_scales("value_scale", vs);
+                           cpu::rotary_and_cache(p, q, k, v, table, kc, vc, slots, interleaved, ks, vs),
+                           cuda::rotary_and_cache(p, q, k, v, table, kc, vc, slots, interleaved, ks, vs, stream));
+}
+
 void silu_and_mul(py::handle x, py::handle out, uintptr_t stream_address) {
   const TensorView in = view(x), result = view(out);
   require_one_device({{"x", in}, {"out", result}});
   RESEARCH_ENGINE_DISPATCH(in, cpu::silu_and_mul(in, result), cuda::silu_and_mul(in, result, stream));
+}
+
+QuantizedWeight quantized_weight(py::handle weight, py::handle scales, py::handle zeros, py::handle offsets, int kind,
+                                 int64_t group_size) {
+  return {view(weight), view(scales), view(zeros), view(offsets), static_cast<QuantizedKind>(kind), group_size};
+}
+
+void quantized_matmul(py::handle x, py::handle weight, py::handle scales, py::handle zeros, py::handle offsets, py::handle out,
+                      py::handle workspace, int kind, int64_t group_size, uintptr_t stream_address) {
+  const QuantizedMatmul args{view(x), view(out), quantized_weight(weight, scales, zeros, offsets, kind, group_size), view(workspace)};
+  const QuantizedWeight& w = args.weight;
+  require_one_device({{"x", args.x}, {"weight", w.weight}, {"scales", w.scales}, {"zeros", w.zeros}, {"offsets", w.offsets},
+                      {"out", args.out}, {"workspace", args.workspace}});
+  RESEARCH_ENGINE_DISPATCH(args.x, cpu::quantized_matmul(args), cuda::quantized_matmul(args, stream));
+}
+
+void dequantize_weight(py::handle weight, py::handle scales, py::handle zeros, py::handle offsets, py::handle out, int kind,
+                       int64_t group_size, uintptr_t stream_address) {
+  const QuantizedWeight w = quantized_weight(weight, scales, zeros, offsets, kind, group_size);
+  const TensorView result = view(out);
+  require_one_device({{"weight", w.weight}, {"scales", w.scales}, {"zeros", w.zeros}, {"offsets", w.offsets}, {"out", result}});
+  RESEARCH_ENGINE_DISPATCH(result, cpu::dequantize_weight(w, result), cuda::dequantize_weight(w, result, stream));
+}
+
+void sample(py::handle logits, py::handle temperature, py::handle seeds, py::handle positions, py::handle top_k, py::handle top_p,
+            py::handle min_p, py::handle repetition_penalty, py::handle presence_penalty, py::handle frequency_penalty,
+            py::handle seen_tokens, py::handle seen_counts, py::handle seen_lengths, py::handle slots, bool count_drawn,
+            py::handle bias_tokens, py::handle bias_values, py::handle allowed_tokens, py::handle token_ids, py::handle logprobs,
+            py::handle ranks, py::handle top_ids, py::handle top_logprobs, py::handle workspace, uintptr_t stream_address) {
+  Sampling args;
+  args.count_drawn = count_drawn;
+  const struct {
+    const char* name;
+    py::handle tensor;
+    TensorView& target;
+  } tensors[] = {
+      {"logits", logits, args.logits}, {"temperature", temperature, args.temperature}, {"seeds", seeds, args.seeds},
+      {"positions", positions, args.positions}, {"top_k", top_k, args.top_k}, {"top_p", top_p, args.top_p},
+      {"min_p", min_p, args.min_p}, {"repetition_penalty", repetition_penalty, args.repetition_penalty},
+      {"presence_penalty", presence_penalty, args.presence_penalty},
+      {"frequency_penalty", frequency_penalty, args.frequency_penalty}, {"seen_tokens", seen_tokens, args.seen_tokens},
+      {"seen_counts", seen_counts, args.seen_counts}, {"seen_lengths", seen_lengths, args.seen_lengths},
+      {"slots", slots, args.slots}, {"bias_tokens", bias_tokens, args.bias_tokens},
+      {"bias_values", bias_values, args.bias_values}, {"allowed_tokens", allowed_tokens, args.allowed_tokens},
+      {"token_ids", token_ids, args.token_ids}, {"logprobs", logprobs, args.logprobs}, {"ranks", ranks, args.ranks},
+      {"top_ids", top_ids, args.top_ids}, {"top_logprobs", top_logprobs, args.top_logprobs},
+      {"workspace", workspace, args.workspace}};
+  for (const auto& [name, tensor, target] : tensors) {
+    target = view(tensor);
+    require_one_device({{"logits", args.logits}, {name, target}});
+  }
+  RESEARCH_ENGINE_DISPATCH(args.logits, check_sampling_values(args); cpu::sample(args), cuda::sample(args, stream));
 }
 
 #ifdef RESEARCH_ENGINE_WITH_CUDA
@@ -256,9 +354,14 @@ PYBIND11_MODULE(_C, m) {
   m.def("paged_attention", &paged_attention);
   m.def("check_paged_attention", &check_paged_attention);
   m.def("check_slots", [](py::handle slots, int64_t capacity) { check_slots(view(slots), capacity); });
+  m.def("check_scales", [](const char* name, py::handle scales) { check_scales(name, view(scales)); });
   m.def("check_positions", [](py::handle positions, int64_t limit) { check_positions(view(positions), limit); });
   m.def("check_block_pairs", [](py::handle pairs, int64_t sources, int64_t destinations, bool same_cache) {
     check_block_pairs(view(pairs), sources, destinations, same_cache);
+  });
+  m.def("check_gather", [](py::handle tables, py::handle start_loc, py::handle starts, int64_t rows, int64_t block_size,
+                           int64_t num_blocks) {
+    check_gather_values(view(tables), view(start_loc), view(starts), rows, block_size, num_blocks);
   });
   m.def("reshape_and_cache", &reshape_and_cache);
   m.def("copy_blocks", &copy_blocks);
@@ -266,9 +369,19 @@ PYBIND11_MODULE(_C, m) {
   m.def("rms_norm", &rms_norm);
   m.def("fused_add_rms_norm", &fused_add_rms_norm);
   m.def("rotary_embedding", &rotary_embedding);
+  m.def("rotary_and_cache", &rotary_and_cache);
   m.def("silu_and_mul", &silu_and_mul);
+  m.def("quantized_matmul", &quantized_matmul);
+  m.def("dequantize_weight", &dequantize_weight);
+  m.def("sample", &sample);
+  m.def("gather_cache", &gather_cache);
+  m.def("merge_attention_states", &merge_attention_states);
 #ifdef RESEARCH_ENGINE_WITH_CUDA
   m.def("paged_attention_workspace", &paged_attention_workspace);
+  m.def("sample_workspace", &cuda::sample_workspace);
+  m.def("quantized_matmul_workspace", [](int kind, int64_t tokens, int64_t columns, int64_t depth, int device) {
+    return cuda::quantized_matmul_workspace(static_cast<QuantizedKind>(kind), tokens, columns, depth, device);
+  });
   m.def("cuda_device_count", &cuda::device_count);
   m.def("cuda_device_description", &cuda::device_description);
 #endif

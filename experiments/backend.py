@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from experiments.config import TrialSettings
-from experiments.workloads.lengths import Encoder, ShareGPTLengths
+from experiments.workloads.samples import Encoder
+from experiments.workloads.sharegpt_lengths import ShareGPTLengths
 
 if TYPE_CHECKING:
+    from research_engine.engine.config import EngineConfig
     from research_engine.engine.engine import Engine
     from research_engine.llm import LoadedModel
     from research_engine.options import EngineOptions
+
+
+SIMULATION = ("gpu", "cost_model", "force_profile", "tensor_parallel_size")
+"""Settings that a simulation alone reads."""
 
 
 class Backend(Protocol):
@@ -31,6 +37,14 @@ class Backend(Protocol):
 
     def machine(self) -> str:
         """Device in words, for tables."""
+        ...
+
+    def config(self, settings: TrialSettings) -> EngineConfig:
+        """Sizes and limits of an engine for these settings, without making one.
+
+        Raises:
+            ConfigError, OptionError: no engine can be made; says why.
+        """
         ...
 
     def engine(self, settings: TrialSettings, seed: int) -> Engine: ...
@@ -71,6 +85,12 @@ class RealBackend:
 
         return machine_name(str(self._model().model.device))
 
+    def config(self, settings: TrialSettings) -> EngineConfig:
+        from research_engine.llm import engine_config
+
+        own = self._model()
+        return engine_config(_options(settings), own.config, own.model.device, own.model.dtype, own.tokenizer)
+
     def engine(self, settings: TrialSettings, seed: int) -> Engine:
         from research_engine.llm import build_engine
 
@@ -83,7 +103,7 @@ class RealBackend:
 
 def model_identity(settings: TrialSettings) -> tuple[object, ...]:
     """Settings with the same identity run on the same loaded model."""
-    simulated = (settings.executor, settings.gpu, settings.profile)
+    simulated = (settings.executor, settings.gpu, settings.cost_model, settings.tensor_parallel_size)
     without = needs_no_tokenizer(settings)
     return (settings.model, settings.device, settings.dtype, settings.load_format, without, *simulated)
 
@@ -99,6 +119,6 @@ def needs_no_tokenizer(settings: TrialSettings) -> bool:
 def _options(settings: TrialSettings, seed: int = 0) -> EngineOptions:
     from research_engine.options import EngineOptions
 
-    exclude = {"warmup_requests", "workload", "slo", "decision_log", "executor", "gpu", "profile"}
+    exclude = {"warmup_requests", "workload", "slo", "explain", "executor", *SIMULATION}
     own = settings.model_dump(exclude=exclude)
     return EngineOptions(**own, seed=seed, skip_tokenizer_init=needs_no_tokenizer(settings))

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from experiments.backend import Backend, RealBackend
 from experiments.config import TrialSettings
 from experiments.simulated_backend import SimulatedBackend
-from experiments.workloads.lengths import Encoder
+from experiments.workloads.samples import Encoder
 
 if TYPE_CHECKING:
+    from research_engine.engine.config import EngineConfig
     from research_engine.engine.engine import Engine
 
 
@@ -44,6 +45,9 @@ class ChosenBackend:
 
     def machine(self) -> str:
         return self._chosen().machine()
+
+    def config(self, settings: TrialSettings) -> EngineConfig:
+        return self._chosen().config(settings)
 
     def engine(self, settings: TrialSettings, seed: int) -> Engine:
         return self._chosen().engine(settings, seed)

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, ValidationError, model_validator
 
+from experiments.experiment import Experiment, is_level, label_of
+from experiments.kernel_settings import KernelSettings
 from experiments.settings import Settings, nearest_first
 from experiments.workloads import WorkloadSettings
+from research_engine.engine.config import OnFault
 from research_engine.engine.reservation import Reservation
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
@@ -33,18 +35,26 @@ class SLOSettings(Settings):
     e2e: float | None = Field(default=None, gt=0)
 
 
+OF_REAL_ENGINES = ("weight_packing", "kv_cache_dtype", "overlap", "batch_invariant", "enforce_eager")
+"""Options that a simulation refuses, since its cost models do not know them."""
+
+
 class TrialSettings(Settings):
     """All that decides a trial but its seed: the options of an engine, named as in `EngineOptions`, and a workload.
 
     Args:
-        model ... enable_prefix_caching: see `research_engine.options.EngineOptions`; None takes its default.
+        model ... enforce_eager: see `research_engine.options.EngineOptions`; None takes its default.
         executor: "simulated" computes nothing: steps take the time that a cost model gives them, on a virtual clock.
         gpu: of a simulation: a sheet out of `simulation.gpu_sheet.available_sheets()`, or the path of a .json one.
-        profile: of a simulation: the path of a `simulation.profiled.Profile`; without one it is the roofline of `gpu`.
-        warmup_requests: requests of the workload served and thrown away before a process's first trial of a model.
+        cost_model: of a simulation: "roofline" of `gpu`, or "profiled:FILE", a profile by `research-engine profile`.
+        force_profile: take a profile of another model, GPU or version all the same.
+        tensor_parallel_size: of a simulation on the roofline: GPUs that the model is divided over.
+        warmup_requests: requests of the workload served at once, whole prompts and a few tokens each, and thrown away
+            before a process's first trial of a cell. None takes as many as the run serves at once; a simulation has
+            nothing to warm up.
         workload: what arrives when.
         slo: for goodput; without one every completed request is good.
-        decision_log: also write every decision of the policy, to decisions.jsonl of the trial.
+        explain: also write every decision of the policy with its reasons, to decisions.jsonl of the trial.
     """
 
     model: str = "smollm2-135m-instruct"
@@ -64,122 +74,50 @@ class TrialSettings(Settings):
     num_host_blocks: int | None = Field(default=None, ge=0)
     max_num_queued: int = Field(default=0, ge=0)
     reservation: Reservation = "paged"
+    on_fault: OnFault = "stop"
+    schedule_limit: float = Field(default=1.0, gt=0)
     enable_prefix_caching: bool = True
+    weight_packing: Literal["auto", "packed", "dequantized"] = "auto"
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"] = "auto"
+    trust_remote_code: bool = False
+    overlap: bool | None = None
+    batch_invariant: bool = False
+    enforce_eager: bool = False
     executor: Literal["torch", "simulated"] = "torch"
     gpu: str | None = None
-    profile: str | None = None
-    warmup_requests: int = Field(default=4, ge=0)
+    cost_model: str = Field(default="roofline", pattern=r"^(roofline|profiled:.+)$")
+    force_profile: bool = False
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    warmup_requests: int | None = Field(default=None, ge=0)
     workload: WorkloadSettings = WorkloadSettings()
     slo: SLOSettings | None = None
-    decision_log: bool = False
+    explain: bool = False
 
     @model_validator(mode="after")
-    def _simulates_something(self) -> TrialSettings:
-        if self.executor == "torch" and (self.gpu or self.profile):
-            raise ValueError("gpu and profile describe a simulation; set executor: simulated, or leave them out")
-        if self.executor == "simulated" and not (self.gpu or self.profile):
+    def _possible(self) -> TrialSettings:
+        budget = self.scheduler_params.get("token_budget")
+        if isinstance(budget, int) and self.max_num_batched_tokens is not None and budget > self.max_num_batched_tokens:
             raise ValueError(
-                "executor: simulated needs gpu (the name of a GPU sheet, such as h200) or profile, or both"
+                f"scheduler_params.token_budget = {budget} is above max_num_batched_tokens = "
+                f"{self.max_num_batched_tokens}: no step could hold such a chunk"
             )
+        simulates = self.gpu or self.cost_model != "roofline" or self.tensor_parallel_size > 1
+        if self.executor == "torch" and (simulates or self.force_profile):
+            rule = "set executor: simulated, or leave them out"
+            raise ValueError(f"gpu, cost_model and tensor_parallel_size describe a simulation; {rule}")
+        fields = type(self).model_fields
+        if given := [n for n in OF_REAL_ENGINES if getattr(self, n) != fields[n].default and self.executor != "torch"]:
+            raise ValueError(f"{given[0]}: no simulation honours it; leave it out, or set executor: torch")
+        if self.executor == "simulated" and not (self.gpu or self.profile):
+            both = "gpu (the name of a GPU sheet, such as h200), cost_model: profiled:FILE, or both"
+            raise ValueError(f"executor: simulated needs {both}")
         return self
 
-
-class Level(Settings):
-    """One level of a factor: a name, and the settings that make it. A plain value in YAML sets the factor's own key.
-
-    Args:
-        label: as tables show it.
-        set: dotted key -> value.
-    """
-
-    label: str
-    set: Mapping[str, Any]
-
-
-class Outputs(Settings):
-    """What is made of the finished trials.
-
-    Args:
-        table: metrics of the table, top to bottom; None takes the usual ones.
-        plots: of `latency_cdf`.
-    """
-
-    table: tuple[str, ...] | None = None
-    plots: tuple[Literal["latency_cdf"], ...] = ("latency_cdf",)
-
-    @field_validator("table")
-    @classmethod
-    def _known_metrics(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        from experiments.analysis.tables import METRICS
-
-        for name in names or ():
-            if name not in METRICS:
-                raise ValueError(f"no metric {name!r}; {nearest_first(name, METRICS)}")
-        return names
-
-
-class Experiment(Settings):
-    """A whole experiment.
-
-    Args:
-        name: of the run directory.
-        description: one line for --list.
-        base: settings that all trials share.
-        factors: dotted key of a setting (or any name, with levels that say what they set) -> levels. The grid is full.
-        seeds: each cell of the grid runs once with each; all cells see the same arrivals and lengths under one seed.
-        baseline: factor -> label of the level that others are compared with.
-        outputs: tables and plots.
-    """
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    description: str = ""
-    base: Mapping[str, Any] = Field(default_factory=dict)
-    factors: Mapping[str, tuple[Level, ...]] = Field(default_factory=dict)
-    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
-    baseline: Mapping[str, str] = Field(default_factory=dict)
-    outputs: Outputs = Outputs()
-
-    @field_validator("factors", mode="before")
-    @classmethod
-    def _levels(cls, factors: Any) -> Any:
-        if not isinstance(factors, dict):
-            return factors
-        out = {}
-        for name, levels in factors.items():
-            if not isinstance(levels, list) or not levels:
-                raise PydanticCustomError("at", "a factor needs a list of levels", {"at": name})
-            out[name] = [x if _is_level(x) else {"label": _label(x), "set": {name: x}} for x in levels]
-            labels = [str(level.get("label")) for level in out[name]]
-            if len(set(labels)) < len(labels):
-                raise PydanticCustomError(
-                    "at", "two levels are alike in {names}", {"at": name, "names": ", ".join(labels)}
-                )
-        return out
-
-    @field_validator("baseline", mode="before")
-    @classmethod
-    def _labels(cls, baseline: Any) -> Any:
-        return {key: _label(value) for key, value in baseline.items()} if isinstance(baseline, dict) else baseline
-
-    @field_validator("seeds")
-    @classmethod
-    def _distinct(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        if len(set(seeds)) < len(seeds) or min(seeds) < 0:
-            raise ValueError(f"{list(seeds)} must be distinct integers >= 0")
-        return seeds
-
-    @model_validator(mode="after")
-    def _known_baseline(self) -> Experiment:
-        for factor, label in self.baseline.items():
-            if factor not in self.factors:
-                context = {"at": "baseline", "name": factor, "hint": nearest_first(factor, self.factors)}
-                raise PydanticCustomError("at", "no factor '{name}'; {hint}", context)
-            labels = [level.label for level in self.factors[factor]]
-            if label not in labels:
-                hint = nearest_first(label, labels)
-                context = {"at": "baseline", "factor": factor, "name": label, "hint": hint}
-                raise PydanticCustomError("at", "{factor} has no level '{name}'; {hint}", context)
-        return self
+    @property
+    def profile(self) -> str | None:
+        """The file of a profiled cost model."""
+        kind, _, file = self.cost_model.partition(":")
+        return file if kind == "profiled" else None
 
 
 @dataclass(frozen=True)
@@ -187,22 +125,16 @@ class Cell:
     """One combination of levels, complete and checked."""
 
     levels: Mapping[str, str]
-    settings: TrialSettings
+    settings: TrialSettings | KernelSettings
 
     @property
     def label(self) -> str:
-        return ", ".join(self.levels.values()) or self.settings.scheduler
+        own = self.settings
+        return ", ".join(self.levels.values()) or (own.scheduler if isinstance(own, TrialSettings) else own.op)
 
 
-def _is_level(value: Any) -> bool:
-    return isinstance(value, dict) and "label" in value
-
-
-def _label(value: Any) -> str:
-    """How tables name a plain value: as YAML writes it, a policy from a file by its class."""
-    if isinstance(value, str) and ".py:" in value:
-        return value.rpartition(":")[2]
-    return str(value).lower() if isinstance(value, bool) else str(value)
+SETTINGS: dict[str, type[TrialSettings] | type[KernelSettings]] = {"serving": TrialSettings, "kernels": KernelSettings}
+"""What a trial is decided by, for each thing that an experiment measures."""
 
 
 # Where things are written, for messages.
@@ -334,8 +266,8 @@ def _override(raw: dict[str, Any], word: str, origin: Origin) -> None:
 def _keep_baseline(raw: dict[str, Any], factor: str, levels: list[Any]) -> None:
     """A baseline that the command line's levels no longer hold is dropped: there is nothing left to compare with."""
     baseline = raw.get("baseline")
-    labels = [_label(level.get("label")) if _is_level(level) else _label(level) for level in levels]
-    if isinstance(baseline, dict) and factor in baseline and _label(baseline[factor]) not in labels:
+    labels = [label_of(level.get("label")) if is_level(level) else label_of(level) for level in levels]
+    if isinstance(baseline, dict) and factor in baseline and label_of(baseline[factor]) not in labels:
         del baseline[factor]
 
 
@@ -351,9 +283,10 @@ def _put(data: Any, path: KeyPath, value: Any, where: str) -> None:
 
 
 def _cells(experiment: Experiment, raw: dict[str, Any], origin: Origin) -> Iterator[Cell]:
-    combinations: list[dict[str, tuple[int, Level]]] = [{}]
-    for name, levels in experiment.factors.items():
-        combinations = [{**chosen, name: item} for chosen in combinations for item in enumerate(levels)]
+    kind = SETTINGS[experiment.measures]
+    combinations = experiment.combinations()
+    if not combinations:
+        raise ConfigError(f"{origin.of(('include',))}: include and exclude leave no cell of the grid")
     for chosen in combinations:
         settings = copy.deepcopy(dict(raw.get("base") or {}))
         places: dict[KeyPath, str] = {}
@@ -364,9 +297,7 @@ def _cells(experiment: Experiment, raw: dict[str, Any], origin: Origin) -> Itera
                 _put(settings, path, copy.deepcopy(value), where)
                 places[path] = where
         try:
-            yield Cell(
-                {name: level.label for name, (_, level) in chosen.items()}, TrialSettings.model_validate(settings)
-            )
+            yield Cell({name: level.label for name, (_, level) in chosen.items()}, kind.model_validate(settings))
         except ValidationError as error:
             raise ConfigError(_explain(error, origin, ("base",), places)) from error
 
@@ -376,6 +307,8 @@ def _check_schedulers(cells: Sequence[Cell], origin: Origin) -> None:
 
     for cell in cells:
         settings = cell.settings
+        if not isinstance(settings, TrialSettings):
+            continue
         try:
             schedulers.create(settings.scheduler, **settings.scheduler_params)
         except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from experiments.config import Cell, Experiment
+    from experiments.config import Cell
+    from experiments.experiment import Experiment
+    from experiments.launcher import Launcher
 
 if __name__ == "__main__":  # started as a file: let `experiments` and `schedulers` be found beside it, installed or not
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -28,6 +31,9 @@ EXAMPLES = """examples:
   python experiments/run.py quickstart scheduler=[fcfs,path/to/mine.py:Mine]
   python experiments/run.py my_experiment.yaml --dry-run"""
 
+RECORDED = "sim_vs_real"
+"""An experiment that runs nothing: its real half is recorded."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code: 0; 1 a trial failed; 2 a user's mistake; 130 Ctrl-C."""
@@ -40,17 +46,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--out", type=Path, metavar="DIR", help="run directory (default runs/NAME-TIMESTAMP); resumed if there"
     )
     parser.add_argument("--list", action="store_true", help="list the experiments that ship, and stop")
-    parser.add_argument("--dry-run", action="store_true", help="check the configuration and print its trials, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print trials and cost, and stop")
+    parser.add_argument(
+        "--traces", type=Path, metavar="DIR", help="folder of public traces (default: $RESEARCH_ENGINE_TRACES)"
+    )
     parser.add_argument(
         "--jobs", type=_positive, default=1, metavar="N", help="trials at once, in processes (default 1)"
     )
+    parser.add_argument(
+        "--ray", nargs="?", const="auto", metavar="ADDRESS", help="run trials on a Ray cluster; `local` starts one here"
+    )
+    parser.add_argument(
+        "--slurm", nargs="?", const="", metavar="key=value,...",
+        help="run trials as a Slurm job array, with options of submitit such as slurm_partition=gpu,timeout_min=60",
+    )  # fmt: skip
+    parser.add_argument(
+        "--explain", action="store_true", help="keep every decision with its reasons, for `research-engine explain`"
+    )
     options = parser.parse_intermixed_args(arguments)
+    if options.explain:
+        options.words.append("explain=true")
 
     from rich.console import Console
 
     from experiments.config import ConfigError
 
     console = Console(soft_wrap=False, highlight=False)
+    if options.traces is not None:
+        os.environ["RESEARCH_ENGINE_TRACES"] = str(options.traces.resolve())  # for this and its worker processes
     try:
         if options.list:
             return _list()
@@ -64,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _refuse(error)
     except ValueError as error:  # LoadError, OptionError, WorkloadError; anything else is a fault of ours
-        from experiments.workloads.lengths import WorkloadError
+        from experiments.workloads.samples import WorkloadError
         from research_engine.loading.errors import LoadError
         from research_engine.options import OptionError
 
@@ -87,30 +110,46 @@ def _list() -> int:
 
     for name in available():
         experiment, cells = load_experiment(name)
-        print(f"{name:<24} {len(cells) * len(experiment.seeds):>3} trials  {experiment.description}")
+        trials = len(cells) * len(experiment.seeds) * experiment.repeats
+        print(f"{name:<24} {trials:>3} trials  {experiment.description}")
+    from experiments.validation.recorded import DESCRIPTION as RECORDED_DESCRIPTION
+
+    print(f"{RECORDED:<24}   0 trials  {RECORDED_DESCRIPTION}")
     return 0
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:
     from experiments.analysis.report import write_report
-    from experiments.analysis.tables import to_rich
+    from experiments.analysis.table_formats import to_rich
     from experiments.config import load_experiment
+    from experiments.preflight import check_names
     from experiments.runner import run_experiment
 
     given = list(options.words)
     name = given.pop(0) if given and "=" not in given[0] else "quickstart"
+    if name == RECORDED:
+        from experiments.validation.recorded import run_recorded
+
+        return run_recorded(given, options.out or Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     experiment, cells = load_experiment(name, given)
+    check_names(cells)
     out = options.out or Path("runs") / f"{experiment.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     if options.dry_run:
-        return _dry_run(experiment, cells, options.out)
-    console.print(f"{experiment.name}: {len(cells)} cells x {len(experiment.seeds)} seeds, into {out}", markup=False)
-    report = run_experiment(experiment, cells, out, console=console, jobs=options.jobs)
+        return _dry_run(experiment, cells, options.out, options.jobs)
+    times = f" x {experiment.repeats} repeats" if experiment.repeats > 1 else ""
+    console.print(
+        f"{experiment.name}: {len(cells)} cells x {len(experiment.seeds)} seeds{times}, into {out}", markup=False
+    )
+    report = run_experiment(experiment, cells, out, console=console, jobs=options.jobs, launcher=_launcher(options))
     table = write_report(out)
     if table is not None:
         console.print(to_rich(table, console.width))
     done = report.reused + report.finished
     if report.interrupted is not None:
-        rest = [*options.words, *([] if options.jobs == 1 else ["--jobs", str(options.jobs)]), "--out", str(out)]
+        where = {"jobs": None if options.jobs == 1 else options.jobs, "ray": options.ray, "slurm": options.slurm,
+                 "traces": options.traces}  # fmt: skip
+        chosen = [word for name, value in where.items() if value is not None for word in (f"--{name}", str(value))]
+        rest = [*options.words, *chosen, "--out", str(out)]
         again = " ".join(["python", "experiments/run.py", *map(_quoted, rest)])
         kept = f"{done} of {report.planned} trials are finished and kept"
         print(f"\nstopped in {report.interrupted}; {kept}. To go on:\n  {again}")
@@ -121,23 +160,54 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     return 1 if report.failed else 0
 
 
-def _dry_run(experiment: Experiment, cells: Sequence[Cell], out: Path | None) -> int:
+def _launcher(options: argparse.Namespace) -> Launcher | None:
+    """Where trials run if not in processes here.
+
+    Raises:
+        ConfigError: two places at once, or the package for one is missing.
+    """
+    from experiments.config import ConfigError
+
+    places = [name for name in ("ray", "slurm") if getattr(options, name) is not None]
+    if len(places) + (options.jobs > 1 and "slurm" in places) > 1:
+        raise ConfigError(
+            f"--{' and --'.join(places)}: give one place to run in (--jobs is for processes and --ray local)"
+        )
+    if places == ["ray"]:
+        from experiments.on_ray import RayCluster
+
+        return RayCluster(options.ray, options.jobs)
+    if places == ["slurm"]:
+        from experiments.on_slurm import SlurmArray
+
+        return SlurmArray.of(options.slurm)
+    return None
+
+
+def _dry_run(experiment: Experiment, cells: Sequence[Cell], out: Path | None, jobs: int) -> int:
     from experiments.plan import trials_of
+    from experiments.preflight import cost_of, seconds_per_request
     from experiments.storage import read_summary
 
     trials = trials_of(experiment, cells)
+    scale = seconds_per_request(trials)
+    total, unknown, rest = 0.0, 0, 0
     for trial in trials:
-        done = out is not None and read_summary(out / "trials" / trial.directory_name) is not None
-        load = trial.settings.workload
-        least = (
-            ""
-            if load.arrivals.rate is None
-            else f", arrivals take about {load.num_requests / load.arrivals.rate:.0f} s"
-        )
-        state = "finished" if done else "to run"
-        print(
-            f"{state:<9} {trial.cell}, seed {trial.seed}: {trial.settings.model}, {load.num_requests} requests{least}"
-        )
+        if out is not None and read_summary(out / "trials" / trial.directory_name) is not None:
+            print(f"finished  {trial.name}")
+            continue
+        rest += 1
+        cost = cost_of(trial, out, scale)
+        about = cost.basis if cost.seconds is None else f"{cost.seconds:.1f} s ({cost.basis})"
+        print(f"to run    {trial.name}: {about}")
+        total += cost.seconds or 0.0
+        unknown += cost.seconds is None
+    words = f"{rest} of {len(trials)} trials to run"
+    if rest > unknown:
+        words += f", {total / jobs:.0f} s or more" + (f" at {jobs} jobs" if jobs > 1 else "")
+    if unknown:
+        words += f", and {unknown} trials of unknown length" if rest > unknown else ", of unknown length"
+    print(words)
     return 0
 
 

@@ -1,32 +1,30 @@
-"""Runs an experiment's trials into a run directory: resumes what is there, survives Ctrl-C, shows progress."""
+"""Runs an experiment's trials into a run directory: resumes what is there, retries what failed, survives Ctrl-C."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import shutil
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from experiments.analysis.tables import VERDICTS
-from experiments.backend import Backend, model_identity
-from experiments.chosen_backend import ChosenBackend
-from experiments.config import Cell, ConfigError, Experiment, TrialSettings
-from experiments.environment import environment, usable_cores
+from experiments.analysis.cells import VERDICTS
+from experiments.backend import Backend
+from experiments.config import SETTINGS, Cell, ConfigError
+from experiments.environment import environment
+from experiments.experiment import Experiment
+from experiments.launcher import Failure, InTurn, Launcher
 from experiments.plan import Trial, code_version, trials_of
+from experiments.processes import Processes
 from experiments.storage import InUseError, read_summary, sole_writer, write_json, write_text
-from experiments.trial import make_workload, run_trial, warm_up
-from experiments.workloads import Workload
-from research_engine.engine.errors import EngineError
+
+ATTEMPTS = 2  # of a trial that fails
 
 
 @dataclass
@@ -36,8 +34,8 @@ class RunReport:
     Attributes:
         directory: where everything is.
         planned, reused, finished: trials in all; finished before; finished now.
-        failed: trial -> why.
-        interrupted: the trial that Ctrl-C ended, or None.
+        failed: trial -> why, for those that failed again when they were retried.
+        interrupted: what was under way when Ctrl-C came, or None.
     """
 
     directory: Path
@@ -56,26 +54,30 @@ def run_experiment(
     console: Console,
     backend: Backend | None = None,
     jobs: int = 1,
+    launcher: Launcher | None = None,
 ) -> RunReport:
-    """Run what is missing of an experiment, then write its tables and plots.
+    """Run what is missing of an experiment.
 
     Trials that the directory holds already, by key, are not run again. Everything is written atomically, so an
-    interruption loses the trial in flight alone.
+    interruption or a full disk loses the trials in flight alone. A trial that fails is run once more at the end; if it
+    fails again, failures.json says why, and tables show the hole.
 
     Args:
         experiment, cells: from `load_experiment`.
         directory: of the run; made if need be.
         console: for progress and messages.
-        backend: what trials run on; as their settings say when None. Only with jobs == 1.
+        backend: what trials run on, in this process; a process of their own and what their settings say when None.
         jobs: processes at once.
+        launcher: where trials run, in place of the two.
 
     Raises:
-        ConfigError, WorkloadError, LoadError, OptionError: a mistake of the user, found before the first trial of its
-        model.
+        ConfigError, WorkloadError, LoadError, OptionError: a mistake of the user, found before any trial.
+        OSError: no space is left, among others.
     """
     trials = trials_of(experiment, cells)
     report = RunReport(directory, len(trials))
     is_new = not directory.exists()
+    launcher = launcher or (Processes(jobs) if backend is None else InTurn(backend))
     try:
         with sole_writer(directory):
             _write_head(experiment, cells, trials, directory)
@@ -83,10 +85,11 @@ def run_experiment(
             report.reused = len(trials) - len(missing)
             if report.reused:
                 console.print(f"{report.reused} of {len(trials)} trials are finished already and are not run again")
-            if missing and jobs > 1:
-                _run_parallel(missing, directory, report, console, jobs)
-            elif missing:
-                _run_in_turn(missing, directory, report, console, backend or ChosenBackend())
+            if jobs > 1 and missing:
+                note = f"{jobs} trials at once share this machine and disturb each other's times; measure with --jobs 1"
+                console.print(f"[yellow]note:[/] {note}")
+            if missing:
+                _run(missing, directory, report, console, launcher)
     except InUseError as error:
         raise ConfigError(str(error)) from error
     except BaseException:
@@ -96,152 +99,107 @@ def run_experiment(
     return report
 
 
+def _run(trials: list[Trial], directory: Path, report: RunReport, console: Console, launcher: Launcher) -> None:
+    """Checks, runs, retries; mutates the report."""
+    failures: dict[str, Failure] = {}
+    with _Screen(console, trials, report) as screen:
+        try:
+            launcher.check(trials, screen)
+            for attempt in range(1, ATTEMPTS + 1):
+                launcher.run(trials, directory, screen)
+                failures = {trial.directory_name: failure for trial, failure in screen.failures}
+                trials = [trial for trial, _ in screen.failures]
+                if not trials:
+                    break
+                if attempt < ATTEMPTS:
+                    console.print(f"{len(trials)} failed and {'is' if len(trials) == 1 else 'are'} tried once more")
+                    screen.again()
+        except KeyboardInterrupt:
+            report.interrupted = screen.under_way
+        finally:
+            launcher.close()
+    report.failed = {trial.name: failure.reason for trial, failure in screen.failures}
+    told = {name: {"reason": failure.reason, "details": failure.details} for name, failure in failures.items()}
+    if told:
+        write_json(directory / "failures.json", told)
+    else:
+        (directory / "failures.json").unlink(missing_ok=True)
+
+
 def _write_head(experiment: Experiment, cells: Sequence[Cell], trials: Sequence[Trial], directory: Path) -> None:
     """config.yaml (which runs the same experiment again), environment.json and trials.json."""
     resolved = experiment.model_dump(mode="json")
     try:
-        resolved["base"] = TrialSettings.model_validate(experiment.base).model_dump(mode="json")
+        resolved["base"] = SETTINGS[experiment.measures].model_validate(experiment.base).model_dump(mode="json")
     except ValueError:  # the base is complete only together with a factor's levels
         resolved["base"] = dict(experiment.base)
     write_text(directory / "config.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
     order = {cell.label: index for index, cell in enumerate(cells)}
-    plan = [{"cell": t.cell, "levels": dict(t.levels), "seed": t.seed, "key": t.key, "directory": t.directory_name}
-            for t in sorted(trials, key=lambda trial: order[trial.cell])]  # fmt: skip
+    plan = [{"cell": t.cell, "levels": dict(t.levels), "seed": t.seed, "repeat": t.repeat, "key": t.key,
+             "directory": t.directory_name}
+            for t in sorted(trials, key=lambda trial: (order[trial.cell], trial.repeat))]  # fmt: skip
     write_json(directory / "trials.json", plan)
     write_json(directory / "environment.json", environment() | {"code": code_version()})
 
 
-def _run_in_turn(
-    trials: Sequence[Trial], directory: Path, report: RunReport, console: Console, backend: Backend
-) -> None:
-    """Runs the trials one after the other in this process; mutates the report."""
-    workloads: dict[tuple[str, int], Workload] = {}
-    warnings: set[str] = set()
-    checked: set[tuple[object, ...]] = set()
-    total = sum(trial.settings.workload.num_requests for trial in trials)
-    with _progress(console, total) as advance:
-        for number, trial in enumerate(trials, 1):
-            name = f"{trial.cell}, seed {trial.seed}"
-            done = 0
+class _Screen:
+    """Progress in the terminal: a bar with the time that is left, a line for every trial that ends. See `Events`."""
 
-            def count(finished: int, name: str = name, number: int = number) -> None:
-                nonlocal done
-                done += finished
-                advance(finished, f"{number}/{len(trials)} {name}")
+    def __init__(self, console: Console, trials: Sequence[Trial], report: RunReport) -> None:
+        self._console, self._report = console, report
+        self._total, self._begin = len(trials), time.monotonic()
+        self.failures: list[tuple[Trial, Failure]] = []
+        self.under_way = "the first trial"
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+                   TextColumn("left"), TimeRemainingColumn())  # fmt: skip
+        self._bar = Progress(*columns, console=console, transient=True, refresh_per_second=2)  # seldom: it disturbs
+        self._task = self._bar.add_task("starting", total=sum(trial.size for trial in trials))
 
-            try:
-                identity = model_identity(trial.settings)
-                if identity not in checked:
-                    advance(0, f"loading {trial.settings.model}")
-                    backend.prepare(trial.settings)
-                    same = [other for other in trials if model_identity(other.settings) == identity]
-                    for other in same:  # all of a model's workloads, before its first trial takes any time
-                        key = _workload_key(other)
-                        if key not in workloads:
-                            workloads[key] = make_workload(other, backend)
-                        _tell_warnings(workloads[key], warnings, console)
-                    advance(0, "warming up")
-                    warm_up(trial.settings, workloads[_workload_key(trial)], backend)
-                    checked.add(identity)
-                advance(0, f"{number}/{len(trials)} {name}")
-                workload = workloads[_workload_key(trial)]
-                summary = run_trial(trial, workload, backend, directory / "trials" / trial.directory_name, count)
-                console.print(_one_line(summary))
-                report.finished += 1
-            except KeyboardInterrupt:
-                report.interrupted = name
-                return
-            except EngineError as error:
-                report.failed[name] = str(error)
-                advance(trial.settings.workload.num_requests - done, name)
-                console.print(f"[red]failed:[/] {name}: ", end="")
-                console.print(str(error), markup=False)
+    def __enter__(self) -> _Screen:
+        self._bar.start()
+        return self
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
 
-def _workload_key(trial: Trial) -> tuple[str, int]:
-    """Trials of the same key serve the very same requests; limits are part of it, being checked with them."""
-    own = trial.settings
-    limits = (own.model, own.max_model_len, own.num_blocks, own.block_size)
-    return f"{own.workload.model_dump_json()} {limits}", trial.seed
+    def again(self) -> None:
+        """Before failed trials run once more."""
+        self._bar.update(self._task, completed=0, total=sum(trial.size for trial, _ in self.failures))
+        self.failures = []
+
+    def progress(self, count: int, text: str) -> None:
+        self.under_way = text.partition(": ")[0]
+        self._bar.update(self._task, advance=count, description=text)
+
+    def note(self, text: str) -> None:
+        self._console.print("[yellow]note:[/] ", end="")
+        self._console.print(text, markup=False)
+
+    def finished(self, trial: Trial, summary: dict[str, Any]) -> None:
+        self._report.finished += 1
+        done = self._report.finished
+        left = (time.monotonic() - self._begin) / done * (self._total - done)
+        still = f"; {done} of {self._total}, about {_duration(left)} left" if done < self._total else ""
+        self._console.print(f"{trial.name}: {_outcome(summary)}{still}", markup=False)
+
+    def failed(self, trial: Trial, failure: Failure) -> None:
+        self.failures.append((trial, failure))
+        self._console.print("[red]failed:[/] ", end="")
+        self._console.print(f"{trial.name}: {failure.reason}", markup=False)
 
 
-def _tell_warnings(workload: Workload, told: set[str], console: Console) -> None:
-    for warning in workload.warnings:
-        if warning not in told:
-            told.add(warning)
-            console.print("[yellow]note:[/] ", end="")
-            console.print(warning, markup=False)
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-def _one_line(summary: dict[str, Any]) -> str:
-    numbers = summary["metrics"]
-    marks = "".join(f", {mark}" for mark in VERDICTS if summary[mark])
+def _outcome(summary: dict[str, Any]) -> str:
+    numbers, marks = summary["metrics"], "".join(f", {mark}" for mark in VERDICTS if summary[mark])
+    if "kernel" in summary:
+        median, share = numbers["kernel_time"]["p50"], numbers["roofline_share"]
+        return f"{1e6 * median:.1f} us, {100 * share:.0f} % of the roofline{marks}"
     return (
-        f"{summary['cell']}, seed {summary['seed']}: {numbers['num_completed']} of {numbers['num_requests']} requests "
+        f"{numbers['num_completed']} of {numbers['num_requests']} requests "
         f"in {numbers['duration']:.1f} s, {numbers['output_throughput']:.0f} output tokens/s{marks}"
     )
-
-
-@contextmanager
-def _progress(console: Console, total: int) -> Iterator[Callable[[int, str], None]]:
-    """Yields advance(requests_finished, what_is_going_on)."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("requests"),
-               TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())  # fmt: skip
-    with Progress(
-        *columns, console=console, transient=True, refresh_per_second=2
-    ) as bar:  # seldom: it disturbs timings
-        task = bar.add_task("starting", total=total)
-        yield lambda finished, text: bar.update(task, advance=finished, description=text)
-
-
-# Several processes.
-
-
-def _run_parallel(trials: Sequence[Trial], directory: Path, report: RunReport, console: Console, jobs: int) -> None:
-    """Runs the trials in `jobs` processes, each with its own model; mutates the report."""
-    note = f"{jobs} trials at once share this machine and disturb each other's times; measure times with --jobs 1"
-    console.print(f"[yellow]note:[/] {note}")
-    threads = max(1, usable_cores() // jobs)
-    pool = ProcessPoolExecutor(
-        min(jobs, len(trials)), multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(threads,)
-    )
-    total = sum(trial.settings.workload.num_requests for trial in trials)
-    try:
-        with _progress(console, total) as advance:
-            pending = {pool.submit(_work, trial, directory): trial for trial in trials}
-            while pending:
-                for future in wait(pending, return_when=FIRST_COMPLETED).done:
-                    trial = pending.pop(future)
-                    name = f"{trial.cell}, seed {trial.seed}"
-                    try:
-                        console.print(_one_line(future.result()))
-                        report.finished += 1
-                    except EngineError as error:
-                        report.failed[name] = str(error)
-                    advance(trial.settings.workload.num_requests, f"{len(pending)} trials to go")
-    except KeyboardInterrupt:
-        report.interrupted = f"{len(pending)} trials"
-        for process in list((pool._processes or {}).values()):
-            process.terminate()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-_worker_backend: ChosenBackend | None = None
-
-
-def _start_worker(threads: int) -> None:
-    """Ctrl-C is the parent's affair; threads are set before torch and the kernels read them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-
-
-def _work(trial: Trial, directory: Path) -> dict[str, Any]:
-    global _worker_backend
-    if _worker_backend is None:
-        _worker_backend = ChosenBackend(progress=False)
-    backend = _worker_backend
-    backend.prepare(trial.settings)
-    workload = make_workload(trial, backend)
-    warm_up(trial.settings, workload, backend)
-    return run_trial(trial, workload, backend, directory / "trials" / trial.directory_name, lambda finished: None)

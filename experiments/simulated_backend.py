@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.backend import needs_no_tokenizer
 from experiments.config import ConfigError, TrialSettings
-from experiments.workloads.lengths import Encoder
+from experiments.workloads.samples import Encoder
 
 if TYPE_CHECKING:
+    from research_engine.engine.config import EngineConfig
     from research_engine.engine.engine import Engine
     from research_engine.models.config import ModelConfig
     from research_engine.simulation.cost_model import CostModel
     from research_engine.simulation.gpu_sheet import GpuSheet
-    from research_engine.simulation.profiled import Profile
 
 DEFAULT_BATCHED_TOKENS = 8192  # as a real GPU gets
 
@@ -28,12 +27,13 @@ class SimulatedBackend:
         self._progress = progress
         self._model: ModelConfig | None = None
         self._gpu: GpuSheet | None = None
-        self._profile: Profile | None = None
+        self._cost_model: CostModel | None = None
         self._tokenizer: Encoder | None = None
 
     def prepare(self, settings: TrialSettings) -> None:
         """Raises LoadError when the model cannot be had, ConfigError for a wrong sheet or profile."""
         from research_engine.loading import load_config, load_tokenizer, resolve_model
+        from research_engine.simulation.build import cost_model_of
         from research_engine.simulation.gpu_sheet import load_sheet
 
         source = resolve_model(settings.model, progress=self._progress)
@@ -43,7 +43,19 @@ class SimulatedBackend:
             self._gpu = None if settings.gpu is None else load_sheet(settings.gpu)
         except ValueError as error:
             raise ConfigError(f"gpu: {error}") from error
-        self._profile = None if settings.profile is None else self._load_profile(settings.profile, settings.model)
+        try:
+            self._cost_model = cost_model_of(
+                settings.cost_model,
+                model_name=settings.model,
+                model=self._model,
+                gpu=self._gpu,
+                dtype=settings.dtype,
+                block_size=settings.block_size,
+                tensor_parallel=settings.tensor_parallel_size,
+                force=settings.force_profile,
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cost_model: {error}") from error
 
     def vocab_size(self) -> int:
         assert self._model is not None
@@ -53,19 +65,35 @@ class SimulatedBackend:
         return self._tokenizer
 
     def bytes_per_block(self, settings: TrialSettings) -> int:
+        from research_engine.simulation.build import bytes_per_element
+
         assert self._model is not None
-        return self._model.kv_bytes_per_token * settings.block_size * _bytes_per_element(settings)
+        return self._model.kv_bytes_per_token * settings.block_size * bytes_per_element(settings.dtype)
 
     def machine(self) -> str:
-        if self._profile is not None:
-            return f"simulated {self._profile.machine.get('gpu', 'machine of an unknown name')}, profile"
-        assert self._gpu is not None
-        return f"simulated {self._gpu.name}, roofline"
+        from research_engine.simulation.profiled import ProfiledCost
+        from research_engine.simulation.roofline import RooflineCost
+
+        if isinstance(self._cost_model, ProfiledCost):
+            return f"simulated {self._cost_model.profile.machine.get('gpu', 'machine of an unknown name')}, profile"
+        assert isinstance(self._cost_model, RooflineCost)
+        several = f"{self._cost_model.num_gpus} x " if self._cost_model.num_gpus > 1 else ""
+        return f"simulated {several}{self._cost_model.gpu.name}, roofline"
+
+    def config(self, settings: TrialSettings) -> EngineConfig:
+        return self._config(settings, 0)
 
     def engine(self, settings: TrialSettings, seed: int) -> Engine:
         import schedulers
+        from research_engine.simulation.build import simulated_engine
+
+        assert self._cost_model is not None
+        scheduler = schedulers.create(settings.scheduler, **settings.scheduler_params)
+        return simulated_engine(self._config(settings, seed), scheduler, self._cost_model)
+
+    def _config(self, settings: TrialSettings, seed: int) -> EngineConfig:
         from research_engine.engine.config import EngineConfig
-        from research_engine.simulation.build import kv_blocks_of, simulated_engine
+        from research_engine.simulation.build import bytes_per_element, kv_blocks_of
 
         assert self._model is not None
         block_bytes = self.bytes_per_block(settings)
@@ -84,7 +112,8 @@ class SimulatedBackend:
                     max_num_batched_tokens=budget,
                     max_num_seqs=settings.max_num_seqs,
                     gpu_memory_utilization=settings.gpu_memory_utilization,
-                    bytes_per_element=_bytes_per_element(settings),
+                    bytes_per_element=bytes_per_element(settings.dtype),
+                    tensor_parallel=settings.tensor_parallel_size,
                 )
             except ValueError as error:
                 raise ConfigError(str(error)) from error
@@ -93,41 +122,19 @@ class SimulatedBackend:
             host_blocks = int(settings.swap_space * 2**30) // block_bytes
         longest = settings.max_model_len or self._model.max_position_embeddings
         num_blocks = min(num_blocks, settings.max_num_seqs * -(-longest // settings.block_size))
-        config = EngineConfig(
+        return EngineConfig(
             num_blocks=num_blocks,
             block_size=settings.block_size,
             num_host_blocks=host_blocks,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=budget,
             max_model_len=settings.max_model_len or max(2, min(longest, num_blocks * settings.block_size)),
+            max_num_queued=settings.max_num_queued,
+            reservation=settings.reservation,
+            on_fault=settings.on_fault,
+            schedule_limit=settings.schedule_limit,
             enable_prefix_caching=settings.enable_prefix_caching,
             vocab_size=self._model.vocab_size,
             eos_token_ids=self._model.eos_token_ids,
             seed=seed,
         )
-        scheduler = schedulers.create(settings.scheduler, **settings.scheduler_params)
-        return simulated_engine(config, scheduler, self._cost_model(settings))
-
-    def _load_profile(self, path: str, model: str) -> Profile:
-        from research_engine.simulation.profiled import Profile
-
-        try:
-            profile = Profile.load(Path(path).expanduser())
-            profile.require(model=model, **({} if self._gpu is None else {"gpu": self._gpu.name}))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"profile: {error}") from error
-        return profile
-
-    def _cost_model(self, settings: TrialSettings) -> CostModel:
-        from research_engine.simulation.profiled import ProfiledCost
-        from research_engine.simulation.roofline import RooflineCost
-
-        if self._profile is not None:
-            return ProfiledCost(self._profile)
-        assert self._model is not None and self._gpu is not None
-        element = _bytes_per_element(settings)
-        return RooflineCost(self._model, self._gpu, block_size=settings.block_size, bytes_per_element=element)
-
-
-def _bytes_per_element(settings: TrialSettings) -> int:
-    return 4 if settings.dtype == "float32" else 2

@@ -75,6 +75,14 @@ def read_summary(directory: Path) -> dict[str, Any] | None:
     return summary if isinstance(summary, dict) and "metrics" in summary else None
 
 
+def read_timing(directory: Path) -> float | None:
+    """Wall seconds that a finished trial took; None where it does not say."""
+    try:
+        return float(json.loads((directory / "timing.json").read_text(encoding="utf-8"))["wall_seconds"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 @contextmanager
 def sole_writer(directory: Path) -> Iterator[None]:
     """Holds a run directory, made if need be, for this process alone, and clears the trials that a killed one left.

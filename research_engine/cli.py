@@ -30,16 +30,52 @@ COMMANDS = {
     "doctor": Command(
         "research_engine.doctor:main", "what was built, what this machine has, and what to do about the rest"
     ),
+    "memory": Command("research_engine.memory:main", "what a GPU's memory would go to, from config.json alone"),
+    "chat": Command("research_engine.chat:main", "talk to a model in the terminal, over HTTP or in this process"),
+    "bench serve": Command(
+        "research_engine.bench.serve:main", "load on a server: latency, throughput, goodput, saturation point"
+    ),
+    "bench compare": Command("research_engine.bench.compare:main", "results of bench serve against each other"),
+    "bench client": Command(
+        "research_engine.bench.client_ceiling:main", "how much load bench serve can make and read on this machine"
+    ),
+    "bench throughput": Command(
+        "research_engine.bench.offline:throughput", "a pile of requests offline, alone or beside vLLM"
+    ),
+    "bench latency": Command(
+        "research_engine.bench.offline:latency", "time per output token and to the first, alone or beside vLLM"
+    ),
+    "new scheduler": Command("research_engine.new.scheduler:main", "a policy of your own to begin with, and its test"),
+    "explain": Command(
+        "research_engine.explain.command:main", "the life of one request of a run, in words and as a timeline"
+    ),
     "bench cpu": Command(
         "research_engine.bench.cpu:main", "decode and prefill against transformers; --loop: host time"
+    ),
+    "profile": Command(
+        "research_engine.calibration.profile:main", "measure this machine for the simulator: a profile with its error"
+    ),
+    "bench load": Command(
+        "research_engine.bench.loading:main", "a model from the page cache: seconds, bytes per second"
+    ),
+    "validate": Command(
+        "experiments.validation.command:main", "the simulator against this machine: same arrivals, signed errors"
+    ),
+    "capacity": Command(
+        "experiments.capacity.command:main", "the highest rate within limits on latency, simulated; GPUs for a traffic"
     ),
     "bench server": Command(
         "research_engine.bench.server:main",
         "the HTTP server around a stub engine, against plain FastAPI; --soak: leaks",
     ),
+    "bench scheduler": Command(
+        "research_engine.bench.scheduler:main", "a decision with a long queue, every policy; the loop against vLLM's"
+    ),
     "bench kernels": Command(
         "research_engine.bench.kernels:main", "the ops against the measured roofline, torch and other libraries"
     ),
+    "compare": Command("experiments.compare:main", "two runs: what differs in configuration, environment and result"),
+    "report": Command("experiments.report_command:main", "tables, plots and the page of finished runs, made again"),
 }
 
 

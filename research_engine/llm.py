@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import signal
 import threading
@@ -24,18 +25,21 @@ from research_engine.engine.errors import PolicyError
 from research_engine.engine.records import Records, RequestRecord
 from research_engine.engine.request import Request
 from research_engine.engine.sampling_params import SamplingParams
-from research_engine.options import EngineOptions, OptionError, choose_device, choose_dtype
+from research_engine.options import EngineOptions, OptionError, choose_device, choose_dtype, choose_kv_cache_dtype
 from research_engine.outputs import CompletionOutput, Logprob, RequestOutput, merged_record
 from research_engine.structured_outputs import GrammarCompiler
 
 if TYPE_CHECKING:
     import torch
 
+    from research_engine.executors.memory_plan import MemoryPlan
     from research_engine.loading import ModelSource
     from research_engine.loading.tokenizer import Tokenizer
     from research_engine.models.config import ModelConfig
-    from research_engine.models.llama import LlamaForCausalLM
+    from research_engine.models.decoder import Decoder
+    from research_engine.models.fallback import TransformersDecoder
 
+LOG = logging.getLogger(__name__)
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -45,7 +49,7 @@ class LoadedModel:
 
     source: ModelSource
     config: ModelConfig
-    model: LlamaForCausalLM
+    model: Decoder | TransformersDecoder
     tokenizer: Tokenizer | None
 
 
@@ -61,11 +65,13 @@ def load(options: EngineOptions, *, progress: bool = True) -> LoadedModel:
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
     source = loading.resolve_model(options.model, progress=progress)
-    config = loading.load_config(source)
+    config = loading.load_config(source, trust_remote_code=options.trust_remote_code)
     if options.max_model_len is not None and options.max_model_len > config.max_position_embeddings:
         most = config.max_position_embeddings
         raise OptionError(f"max_model_len = {options.max_model_len}: {options.model} has {most} positions at most")
-    tokenizer = None if options.skip_tokenizer_init else loading.load_tokenizer(source)
+    tokenizer = None
+    if not options.skip_tokenizer_init:
+        tokenizer = loading.load_tokenizer(source, trust_remote_code=options.trust_remote_code)
     model = loading.load_model(
         source,
         dtype=dtype,
@@ -73,7 +79,18 @@ def load(options: EngineOptions, *, progress: bool = True) -> LoadedModel:
         dummy_weights=options.load_format == "dummy",
         seed=options.seed,
         progress=progress,
+        max_model_len=options.max_model_len,
+        trust_remote_code=options.trust_remote_code,
+        weight_packing=options.weight_packing,
     )
+    if options.batch_invariant:
+        if not hasattr(model, "make_batch_invariant"):
+            what = f"{config.architecture} runs on transformers' modules, which are not"
+            raise OptionError(f"batch_invariant = True: {what}")
+        try:
+            model.make_batch_invariant()
+        except ValueError as error:
+            raise OptionError(str(error)) from error
     return LoadedModel(source, config, model, tokenizer)
 
 
@@ -94,21 +111,32 @@ def build_engine(
         OptionError, LoadError, ValueError: an option, the model or the scheduler's name or parameters.
     """
     import schedulers
+    from research_engine.executors.decode_graphs import ladder
     from research_engine.executors.torch_executor import TorchExecutor
 
     scheduler = schedulers.create(options.scheduler, **options.scheduler_params)
     if loaded is None:
         loaded = load(options)
     model, tokenizer = loaded.model, loaded.tokenizer
-    config = engine_config(options, loaded.config, model.device, model.dtype, tokenizer)
+    plan = _measure_memory(options, loaded)
+    room = None if plan is None else plan.room
+    config = engine_config(options, loaded.config, model.device, model.dtype, tokenizer, room=room)
+    LOG.info(
+        "KV cache: %d blocks of %d tokens, %.2f requests of %d tokens at once", config.num_blocks, config.block_size,
+        config.num_slots / config.max_model_len, config.max_model_len,
+    )  # fmt: skip
     if getattr(scheduler, "preemption", None) == "swap" and config.num_host_blocks == 0:
         raise OptionError(
             "the scheduler's preemption = 'swap' needs host blocks: set swap_space (GiB) or num_host_blocks"
         )
     try:
         executor = TorchExecutor(
-            model, num_blocks=config.num_blocks, block_size=config.block_size, num_host_blocks=config.num_host_blocks
+            model,
+            config,
+            cache_dtype=choose_kv_cache_dtype(options.kv_cache_dtype, model.dtype),
+            graph_sizes=[] if options.enforce_eager else ladder(config.max_num_seqs),
         )
+        executor.capture(lambda done, count: LOG.info("CUDA graphs: %d of %d captured", done, count))
     except RuntimeError as error:  # what torch raises when memory is short, on a CPU and on a GPU
         sizes = f"num_blocks = {config.num_blocks}, num_host_blocks = {config.num_host_blocks}"
         raise OptionError(f"no memory for the KV cache of {sizes} of {config.block_size} tokens: {error}") from error
@@ -123,22 +151,28 @@ def engine_config(
     device: torch.device,
     dtype: torch.dtype,
     tokenizer: Tokenizer | None = None,
+    *,
+    room: int | None = None,
 ) -> EngineConfig:
     """Sizes and limits of the core for a model on a device; call it after the weights took their memory.
+
+    Args:
+        room: bytes for the KV cache when the options name none; estimated when None.
 
     Raises:
         OptionError: the memory holds no cache, or swap_space no block; with the numbers.
     """
     from research_engine.executors.kv_sizing import cache_budget, kv_bytes_per_block
 
-    budget_tokens = options.max_num_batched_tokens or (2048 if device.type == "cpu" else 8192)
+    budget_tokens = _token_budget(options, device)
     max_len = options.max_model_len or model.max_position_embeddings
-    block_bytes = kv_bytes_per_block(model, options.block_size, dtype)
+    cache_dtype = choose_kv_cache_dtype(options.kv_cache_dtype, dtype)
+    block_bytes = kv_bytes_per_block(model, options.block_size, cache_dtype)
     num_blocks = options.num_blocks
     if num_blocks is None:
         if options.kv_cache_memory is not None:
             room = int(options.kv_cache_memory * 2**30)
-        else:
+        elif room is None:
             room = cache_budget(
                 model, device, dtype, max_num_batched_tokens=budget_tokens, max_num_seqs=options.max_num_seqs,
                 gpu_memory_utilization=options.gpu_memory_utilization,
@@ -163,12 +197,52 @@ def engine_config(
         max_model_len=options.max_model_len or max(2, min(max_len, num_blocks * options.block_size)),
         max_num_queued=options.max_num_queued,
         reservation=options.reservation,
+        on_fault=options.on_fault,
+        schedule_limit=options.schedule_limit,
         enable_prefix_caching=options.enable_prefix_caching,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids or (tokenizer.eos_token_ids if tokenizer is not None else ()),
         seed=options.seed,
         check_integrity=options.check_integrity,
+        overlap=device.type == "cuda" if options.overlap is None else options.overlap,
     )
+
+
+def _token_budget(options: EngineOptions, device: torch.device) -> int:
+    return options.max_num_batched_tokens or (2048 if device.type == "cpu" else 8192)
+
+
+def _measure_memory(options: EngineOptions, loaded: LoadedModel) -> MemoryPlan | None:
+    """Where a GPU's memory goes, when the options leave the KV cache what the rest does not need.
+
+    Raises:
+        OptionError: it holds no request of max_model_len; with the numbers and what to try.
+    """
+    model = loaded.model
+    if model.device.type == "cpu" or options.num_blocks is not None or options.kv_cache_memory is not None:
+        return None
+    from research_engine.executors.kv_sizing import kv_bytes_per_block
+    from research_engine.executors.memory_plan import GIB, NoRoomError
+    from research_engine.executors.memory_profile import measured_plan
+
+    cache_dtype = choose_kv_cache_dtype(options.kv_cache_dtype, model.dtype)
+    plan = measured_plan(
+        model,
+        utilization=options.gpu_memory_utilization,
+        kv_bytes_per_token=kv_bytes_per_block(loaded.config, 1, cache_dtype),
+        block_size=options.block_size,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=_token_budget(options, model.device),
+        graphs=not options.enforce_eager,
+    )
+    for name, size in plan.parts().items():
+        LOG.info("memory: %s %.2f GiB", name, size / GIB)
+    try:
+        plan.check()
+    except NoRoomError as error:
+        raise OptionError(str(error)) from error
+    return plan
 
 
 @dataclass

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from research_engine.engine.config import FAULT_WAYS, OnFault
 from research_engine.engine.reservation import RESERVATIONS, Reservation
 
 if TYPE_CHECKING:
@@ -16,11 +17,14 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+WEIGHT_PACKINGS = ("auto", "packed", "dequantized")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
 
 
 _KINDS: dict[str, tuple[Any, str]] = {
     "str": (str, "a text"),
     "bool": (bool, "True or False"),
+    "bool | None": ((bool, type(None)), "True, False or None"),
     "int": (int, "an integer"),
     "float": ((int, float), "a number"),
     "float | None": ((int, float, type(None)), "a number"),
@@ -55,11 +59,23 @@ class EngineOptions:
         num_host_blocks: KV blocks in host memory; None derives them from swap_space.
         max_num_queued: requests that may wait; one more is refused. 0 sets no bound.
         reservation: blocks a request holds: "paged" (as tokens come), "reserve_max", "reserve_pow2", "reserve_oracle".
+        on_fault: what follows when the policy is at fault: "stop" with its error, or "go_on" without it for the step.
+        schedule_limit: real seconds that one decision of the policy may take; more is a fault.
         enable_prefix_caching: keep the blocks of ended requests and reuse them for equal prefixes.
         seed: of dummy weights and of requests that bring none.
         skip_tokenizer_init: load no tokenizer; prompts are token ids, and no text is made.
         load_format: "dummy" fills the model with pseudo-random weights instead of its own.
+        weight_packing: of quantised weights: "packed" multiplies them as they are stored, "dequantized" makes them
+            floats when they are loaded; "auto" packs AWQ, GPTQ, fp8 and compressed-tensors and dequantises GGUF.
+        kv_cache_dtype: "auto" is dtype; "fp8" ("fp8_e4m3") and "int8" take a byte an element, with a scale for every
+            layer and head: those of the checkpoint, else for fp8 1, and for int8 measured on random tokens.
+        trust_remote_code: run the code that a repository brings for its configuration and tokenizer; that for its model
+            is never run.
         check_integrity: balance the KV cache's books after every step.
+        overlap: schedule and launch a step while the device runs the one before it; None does on a GPU.
+        batch_invariant: a request's tokens and log-probabilities are the same bits under every scheduler, chunk size,
+            batch and preemption, which costs speed.
+        enforce_eager: no CUDA graphs: every step is launched kernel by kernel.
 
     Raises:
         OptionError: naming option, value and rule.
@@ -81,20 +97,33 @@ class EngineOptions:
     num_host_blocks: int | None = None
     max_num_queued: int = 0
     reservation: Reservation = "paged"
+    on_fault: OnFault = "stop"
+    schedule_limit: float = 1.0
     enable_prefix_caching: bool = True
     seed: int = 0
     skip_tokenizer_init: bool = False
     load_format: str = "auto"
+    weight_packing: str = "auto"
+    kv_cache_dtype: str = "auto"
+    trust_remote_code: bool = False
     check_integrity: bool = False
+    overlap: bool | None = None
+    batch_invariant: bool = False
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
         for entry in fields(self):
             value, kind = getattr(self, entry.name), _KINDS.get(str(entry.type))
-            if kind is not None and not (isinstance(value, kind[0]) and isinstance(value, bool) == (kind[0] is bool)):
+            misused = isinstance(value, bool) and not str(entry.type).startswith("bool")
+            if kind is not None and (misused or not isinstance(value, kind[0])):
                 raise OptionError(f"{entry.name} = {value!r}: must be {kind[1]}")
-        for name, valid in (("dtype", DTYPES), ("load_format", LOAD_FORMATS), ("reservation", RESERVATIONS)):
+        named = {
+            "dtype": DTYPES, "load_format": LOAD_FORMATS, "reservation": RESERVATIONS, "on_fault": FAULT_WAYS,
+            "weight_packing": WEIGHT_PACKINGS, "kv_cache_dtype": KV_CACHE_DTYPES,
+        }  # fmt: skip
+        for name, valid in named.items():
             value = getattr(self, name)
             if value not in valid:
                 raise OptionError(f"{name} = {value!r}: must be one of {', '.join(nearest_first(str(value), valid))}")
@@ -108,6 +137,8 @@ class EngineOptions:
             raise OptionError(f"max_num_queued = {self.max_num_queued!r}: must be an integer >= 0")
         if self.kv_cache_memory is not None and not 0 < self.kv_cache_memory < math.inf:
             raise OptionError(f"kv_cache_memory = {self.kv_cache_memory!r}: must be GiB > 0")
+        if not self.schedule_limit > 0:
+            raise OptionError(f"schedule_limit = {self.schedule_limit!r}: must be seconds > 0 (inf: no limit)")
         if not 0 <= self.swap_space < math.inf:
             raise OptionError(f"swap_space = {self.swap_space!r}: must be GiB >= 0")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -166,6 +197,13 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         raise OptionError("dtype = 'float16': the CPU's kernels take float32 and bfloat16")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def choose_kv_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The torch dtype of the KV cache of a model of ``dtype``."""
+    import torch
+
+    return {"auto": dtype, "int8": torch.int8}.get(name, torch.float8_e4m3fn)
 
 
 def nearest_first(wrong: str, valid: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ A policy subclasses it, as a dataclass whose fields are its parameters, and over
     quota(request, view, budget)     how many tokens it gets now
     victim(candidates, needy, view)  who gives way when blocks or seats run out, or None
     on_arrival, on_step, on_finish   for policies with state
+    explain(request, view)           by what it judged a request, for `--explain`
 
 Choosing a victim has two halves: `yielding` says who may be asked at all, and keeps the policy from running in
 circles; a rule picks one of those: the policy's own, or one of victims.py by name.
@@ -28,6 +29,7 @@ from typing import Literal
 from research_engine.engine.contract import (
     BlockLedger,
     EngineView,
+    Fact,
     Preemption,
     PreemptionMode,
     Request,
@@ -35,6 +37,7 @@ from research_engine.engine.contract import (
     Scheduler,
 )
 
+from .explanation import Explanation
 from .victims import VICTIM_RULES, last_admitted
 
 
@@ -67,6 +70,8 @@ class PolicyScheduler(Scheduler):
     swap_seconds: float = 5e-4
     admission_closed: bool = field(default=False, init=False, repr=False)  # set for the step once one did not fit
     planned: Mapping[str, int] = field(default_factory=dict, init=False, repr=False)  # the step's plan so far
+    wake_at: float | None = field(default=None, init=False, repr=False)  # set in `order`: until when to wait
+    rest: str = field(default="", init=False, repr=False)  # set in `order`: why it names nobody else, for explanations
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.watermark < 1.0:
@@ -96,11 +101,18 @@ class PolicyScheduler(Scheduler):
 
     def newcomers(self, view: EngineView) -> Iterable[Request]:
         """Waiting requests by arrival as long as one can be admitted: for use in `order`, so that it ends in time."""
-        if view.num_running < view.max_num_seqs:
-            for request in view.waiting:
-                if self.admission_closed:
+        seats = view.max_num_seqs - view.num_running
+        if seats <= 0:
+            return
+        for request in view.waiting_in_turn():
+            if self.admission_closed:
+                return
+            yield request
+            if request.id in self.planned:
+                seats -= 1
+                if seats == 0:
+                    self.rest = "waits: no seat is free"
                     return
-                yield request
 
     def quota(self, request: Request, view: EngineView, budget: int) -> int:
         """How many tokens it gets at most, of the `budget` left in this step; 0 skips it. Default: all that is left."""
@@ -113,10 +125,15 @@ class PolicyScheduler(Scheduler):
             candidates: running requests not served in this step, in order of admission; never empty.
         """
         may_be_asked = self.yielding(candidates, needy, view)
+        if not isinstance(may_be_asked, Sequence):
+            raise self._wrong("yielding", may_be_asked, "the candidates that may be asked, a list or tuple of them")
         if not may_be_asked:
             return None
         if self.victim_rule is None:
-            return self.own_victim(may_be_asked, view)
+            own = self.own_victim(may_be_asked, view)
+            if own not in may_be_asked:
+                raise self._wrong("own_victim", own, "one of the candidates")
+            return own
         return VICTIM_RULES[self.victim_rule](may_be_asked, view)
 
     def yielding(self, candidates: Sequence[Request], needy: Request, view: EngineView) -> Sequence[Request]:
@@ -141,30 +158,58 @@ class PolicyScheduler(Scheduler):
             return "swap" if swap < self.recompute_seconds * victim.num_computed_tokens else "recompute"
         return self.preemption
 
+    def explain(self, request: Request, view: EngineView) -> Mapping[str, Fact]:
+        """What the policy goes by in the case of this request: name -> number or text.
+
+        Asked only where reasons are wanted, and of those alone whom the step admits, passes over or preempts.
+        """
+        return {"arrived": request.arrival_time}
+
     # The plan they make.
 
     def schedule(self, view: EngineView) -> SchedulePlan:
         plan = _Draft(self, view)
-        tokens, gone, quota_of = plan.tokens, plan.gone, self.quota
-        self.admission_closed, self.planned = False, tokens
-        for request in self.order(view):
-            budget, name, running = plan.budget, request.id, request.is_running
+        tokens, gone, quota_of, why = plan.tokens, plan.gone, self.quota, plan.why
+        self.admission_closed, self.planned, self.wake_at, self.rest = False, tokens, None, ""
+        order = self.order(view)
+        if not isinstance(order, Iterable):
+            raise self._wrong("order", order, "the requests to serve, in order: yield them, or return a list of them")
+        for request in order:
+            try:
+                budget, name, running = plan.budget, request.id, request.is_running
+            except AttributeError:
+                raise self._wrong("order", request, "requests, of view.running and view.waiting", "yielded") from None
             if budget <= 0:
                 break
             if name in tokens or name in gone or (self.admission_closed and not running):
                 continue
-            num_tokens = quota_of(request, view, budget)
-            if type(num_tokens) is not int:
-                what = f"{type(self).__name__}.quota returned {num_tokens!r}"
-                raise TypeError(f"{what}; it must return a number of tokens, an int")
-            known = request.num_uncomputed_tokens if running else view.uncomputed_tokens(request)
-            num_tokens = min(num_tokens, budget, known)
-            if running:
-                if num_tokens > 0:
-                    plan.serve(request, num_tokens)
-            elif not (num_tokens > 0 and plan.admit(request, num_tokens)) and not self.overtaking:
-                self.admission_closed = True
-        return SchedulePlan(plan.tokens, plan.preempt, plan.reasons)
+            try:
+                num_tokens = quota_of(request, view, budget)
+                if type(num_tokens) is not int:
+                    raise self._wrong("quota", num_tokens, "a number of tokens, an int")
+                known = request.num_uncomputed_tokens if running else view.uncomputed_tokens(request)
+                num_tokens = min(num_tokens, budget, known)
+                if running:
+                    if num_tokens > 0:
+                        plan.serve(request, num_tokens)
+                    elif why is not None:
+                        why.skipped(request, budget)
+                elif not (num_tokens > 0 and plan.admit(request, num_tokens)):
+                    if why is not None and num_tokens <= 0:
+                        why.skipped(request, budget)
+                    if not self.overtaking:
+                        self.admission_closed = True
+            except Exception as error:
+                vars(error)["request_id"] = name  # for the engine, which names it
+                raise
+        if why is None:
+            return SchedulePlan(tokens, plan.preempt, wake_at=self.wake_at)
+        return why.finish(tokens, plan.preempt, plan.budget)
+
+    def _wrong(self, hook: str, value: object, right: str, did: str = "returned") -> TypeError:
+        """What a hook returned, and what it should."""
+        verb = {"returned": "return", "yielded": "yield"}[did]
+        return TypeError(f"{type(self).__name__}.{hook} {did} {value!r}; it must {verb} {right}")
 
 
 class _Draft:
@@ -179,12 +224,13 @@ class _Draft:
         self.tokens: dict[str, int] = {}
         self.preempt: list[Preemption] = []
         self.gone: set[str] = set()
-        self.reasons: dict[str, str] = {}
+        self.why = Explanation(policy, view) if view.explains else None
 
     def serve(self, request: Request, num_tokens: int) -> bool:
         """Give a running request its tokens, from victims' blocks if it must be."""
         if not self.ledger.grant(request, num_tokens) and not self._make_room(request, num_tokens, 0):
-            self.reasons[request.id] = f"paused: no blocks for {num_tokens} tokens"
+            if self.why is not None:
+                self.why.paused(request, num_tokens, self.ledger)
             return False
         self.tokens[request.id] = num_tokens
         self.budget -= num_tokens
@@ -198,9 +244,11 @@ class _Draft:
         fits = self.seats > 0 and self.ledger.cost(request, whole) + reserve <= self.ledger.free_blocks
         granted = fits and self.ledger.grant(request, num_tokens)
         if not granted and not self._make_room(request, num_tokens, reserve, whole):
-            lacks = "blocks" if self.seats > 0 else "seat"
-            self.reasons[request.id] = f"waits: no {lacks} for it ({self.ledger.free_blocks} blocks free)"
+            if self.why is not None:
+                self.why.waits(request, whole, reserve, self.seats, self.ledger)
             return False
+        if self.why is not None:
+            self.why.admitted(request)
         self.seats -= 1
         self.tokens[request.id] = num_tokens
         self.budget -= num_tokens
@@ -220,8 +268,9 @@ class _Draft:
             if victim is None:
                 return False
             if victim not in candidates:
-                name = type(self.policy).__name__
-                raise ValueError(f"{name}.victim returned {victim!r}; it must return one of the candidates, or None")
+                raise self.policy._wrong("victim", victim, "one of the candidates, or None")
+            if self.why is not None:
+                self.why.asked(victim, candidates, needy)
             candidates.remove(victim)
             free = ledger.free_blocks
             victims.append(victim)
@@ -235,6 +284,8 @@ class _Draft:
                 preempt = [self._give_way(v, needy, trial) for v in fewer]
                 if self._fits(needy, num_tokens, reserve, whole, trial, len(fewer)):
                     ledger, victims, chosen = trial, fewer, preempt
+            if self.why is not None:
+                self.why.preempts(victims)
             self.ledger = ledger
             self.seats += len(chosen)
             self.preempt += chosen
@@ -245,6 +296,8 @@ class _Draft:
     def _give_way(self, victim: Request, needy: Request, ledger: BlockLedger) -> Preemption:
         """Enter one preemption."""
         mode = self.policy.mode(victim)
+        if mode not in ("recompute", "swap"):
+            raise self.policy._wrong("mode", mode, "'recompute' or 'swap'")
         if not ledger.can_swap(victim):
             mode = "recompute"
         ledger.preempt(victim, mode)

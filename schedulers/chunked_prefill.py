@@ -17,6 +17,8 @@ from .base import PolicyScheduler
 class ChunkedPrefill(PolicyScheduler):
     """Running requests that decode, then prompts under way, then new ones by arrival.
 
+    Waiting bound: nobody who arrives later is admitted before a request (unless `overtaking` is on).
+
     Args:
         token_budget: tokens per step; 0 takes the engine's max_num_batched_tokens. Smaller ones bound the time between
             tokens, larger ones finish prompts sooner.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from research_engine.engine.contract import EngineView, Request
+from research_engine.engine.contract import EngineView, Fact, Request
 
 from .base import PolicyScheduler
 from .client_service import ClientService
@@ -84,6 +84,9 @@ class DeficitRoundRobin(PolicyScheduler):
             visited[ring[0]] += self.quantum
         return ring[0]
 
+    def explain(self, request: Request, view: EngineView) -> Mapping[str, Fact]:
+        return {"client": request.client, "deficit": self.deficits[request.client]}
+
     def on_arrival(self, request: Request) -> None:
         self.queue.arrive(request)
         self._service.arrive(request)
@@ -107,13 +110,10 @@ class DeficitRoundRobin(PolicyScheduler):
         """Take clients with nothing waiting out of the ring, put new ones at its end."""
         shelves = self.queue.shelves
         self.ring = deque(client for client in self.ring if client in shelves)
-        for client, deficit in self.deficits.items():
-            if deficit > 0 and client not in shelves:
-                self.deficits[client] = 0.0
+        self.deficits |= {client: 0.0 for client, left in self.deficits.items() if left > 0 and client not in shelves}
         present = set(self.ring)
-        for client in shelves:
-            if client not in present:
-                deficit = self.deficits.get(client, 0.0)
-                first = deficit <= 0 and not self.ring  # an empty ring's first client has its turn at once
-                self.deficits[client] = deficit + self.quantum if first else deficit
-                self.ring.append(client)
+        for client in (client for client in shelves if client not in present):
+            deficit = self.deficits.get(client, 0.0)
+            first = deficit <= 0 and not self.ring  # an empty ring's first client has its turn at once
+            self.deficits[client] = deficit + self.quantum if first else deficit
+            self.ring.append(client)

@@ -7,9 +7,10 @@ deadlines if any policy can, and degrades badly under overload, when it serves t
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from research_engine.engine.contract import Request
+from research_engine.engine.contract import EngineView, Fact, Request
 
 from .kept_queue import Rank
 from .ranked import RankedScheduler
@@ -32,6 +33,9 @@ class EDF(RankedScheduler):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("default_slo", self.default_slo > 0, "seconds > 0 (inf: those without a deadline come last)")
+
+    def explain(self, request: Request, view: EngineView) -> Mapping[str, Fact]:
+        return {"deadline": self.rank(request)[0]}
 
     def rank(self, request: Request) -> Rank:
         deadline = request.deadline

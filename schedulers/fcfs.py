@@ -17,7 +17,10 @@ from .base import PolicyScheduler
 
 @dataclass(kw_only=True)
 class FCFS(PolicyScheduler):
-    """Waiting requests by arrival, then running ones; a prompt is never split unless it alone exceeds the budget."""
+    """Waiting requests by arrival, then running ones; a prompt is never split unless it alone exceeds the budget.
+
+    Waiting bound: nobody who arrives later is admitted before a request (unless `overtaking` is on).
+    """
 
     def order(self, view: EngineView) -> Iterable[Request]:
         decodes = []

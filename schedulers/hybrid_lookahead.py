@@ -8,11 +8,11 @@ which needs run times.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from research_engine.engine.contract import EngineView, Request
+from research_engine.engine.contract import EngineView, Fact, Request
 
 from .base import PolicyScheduler
 
@@ -64,7 +64,11 @@ class HybridLookahead(PolicyScheduler):
             elif failed:
                 passed += 1  # no less than what on_step will count for each of them
             if len(failed) > self.lookahead or (failed and passed >= self.max_passes):
+                self.rest = f"waits behind {failed[0]}, which may not be passed by more"
                 return
+
+    def explain(self, request: Request, view: EngineView) -> Mapping[str, Fact]:
+        return {"arrived": request.arrival_time, "passed by": self.passes[request.id]}
 
     def on_arrival(self, request: Request) -> None:
         self.passes.pop(request.id, None)  # of an earlier request of that id

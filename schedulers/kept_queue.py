@@ -62,8 +62,17 @@ class KeptQueue:
             self._enter(request)
 
     def _enter(self, request: Request) -> None:
-        entry = self._entries[request.id] = (self._rank(request), request)
-        insort(self.shelves.setdefault(self._shelf(request), []), entry)
+        rank = self._rank(request)
+        wrong = "" if isinstance(rank, tuple) else "no tuple"
+        if not wrong:
+            entry = self._entries[request.id] = (rank, request)
+            try:
+                insort(self.shelves.setdefault(self._shelf(request), []), entry)
+            except TypeError as error:
+                wrong = str(error)
+        if wrong:
+            rule = "a tuple that can be compared with any other request's, and unique: end it with request.index"
+            raise TypeError(f"rank of request {request.id!r} is {rank!r}; it must be {rule} ({wrong})")
 
     def _leave(self, request: Request) -> None:
         entry = self._entries.pop(request.id, None)

@@ -7,11 +7,11 @@ counted in tokens rather than seconds.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from research_engine.engine.contract import EngineView, Request
+from research_engine.engine.contract import EngineView, Fact, Request
 
 from .kept_queue import Rank
 from .ranked import RankedScheduler
@@ -75,6 +75,10 @@ class MLFQ(RankedScheduler):
             if job.level > 0:
                 self._join(job, 0)
         return super().order(view)
+
+    def explain(self, request: Request, view: EngineView) -> Mapping[str, Fact]:
+        job = self._jobs[request.id]
+        return {"level": job.level, "turn": job.turn, "quantum left": job.left, "last served": job.served}
 
     def on_arrival(self, request: Request) -> None:
         level = 0

@@ -5,10 +5,10 @@ Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from research_engine.engine.contract import EngineView, Request
+from research_engine.engine.contract import EngineView, Fact, Request
 
 from .base import PolicyScheduler
 
@@ -38,12 +38,16 @@ class Orca(PolicyScheduler):
         if seats <= 0:
             return
         left = view.num_blocks - sum(self.claim(request, view) for request in view.running)
-        for request in view.waiting:
+        for request in view.waiting_in_turn():
             left -= self.claim(request, view)
             seats -= 1
             if left < 0 or seats < 0 or self.admission_closed:
+                self.rest = "waits: those that run claim too many slots" if left < 0 else ""
                 return
             yield request
+
+    def explain(self, request: Request, view: EngineView) -> Mapping[str, Fact]:
+        return {"blocks claimed": self.claim(request, view)}
 
     def claim(self, request: Request, view: EngineView) -> int:
         """Blocks for all tokens it may have; its last token is never computed."""

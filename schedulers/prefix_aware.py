@@ -6,10 +6,10 @@ scheduling for RadixAttention).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from research_engine.engine.contract import EngineView, Request
+from research_engine.engine.contract import EngineView, Fact, Request
 
 from .base import PolicyScheduler
 
@@ -47,6 +47,9 @@ class PrefixAware(PolicyScheduler):
             if self.admission_closed:
                 return
             yield request
+
+    def explain(self, request: Request, view: EngineView) -> Mapping[str, Fact]:
+        return {"cached tokens": view.cached_tokens(request), "aged worth": self.rank(request, view)[0]}
 
     def rank(self, request: Request, view: EngineView) -> tuple[float, float, int]:
         """Smaller is admitted first; changes with the cache."""

@@ -8,10 +8,10 @@ ageing x (p - p') seconds after a request can overtake it, p' being the most urg
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from research_engine.engine.contract import EngineView, Request
+from research_engine.engine.contract import EngineView, Fact, Request
 
 from .ranked import RankedScheduler
 
@@ -19,6 +19,9 @@ from .ranked import RankedScheduler
 @dataclass(kw_only=True)
 class Priority(RankedScheduler):
     """Serves by rank; a waiting request takes the place of running ones of strictly lower priority, never of equals.
+
+    Waiting bound: of those that arrive later, only requests that are d levels more urgent and arrive within ageing x d
+    seconds after it go before a request (with a finite `ageing`).
 
     Args:
         ageing: seconds of waiting that are worth one priority level; inf turns ageing off.
@@ -35,6 +38,9 @@ class Priority(RankedScheduler):
         """Smaller is more urgent."""
         aged = 0.0 if math.isinf(self.ageing) else request.arrival_time / self.ageing
         return (request.priority + aged, request.arrival_time, request.index)
+
+    def explain(self, request: Request, view: EngineView) -> Mapping[str, Fact]:
+        return {"priority": request.priority, "aged rank": self.rank(request)[0]}
 
     def yielding(self, candidates: Sequence[Request], needy: Request, view: EngineView) -> Sequence[Request]:
         after = super().yielding(candidates, needy, view)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from research_engine.engine.contract import EngineView, Request
+from research_engine.engine.contract import EngineView, Fact, Request
 
 from .base import PolicyScheduler
 from .kept_queue import KeptQueue, Rank
@@ -56,6 +56,9 @@ class RankedScheduler(PolicyScheduler):
 
     def own_victim(self, candidates: Sequence[Request], view: EngineView) -> Request:
         return max(candidates, key=self.rank)
+
+    def explain(self, request: Request, view: EngineView) -> Mapping[str, Fact]:
+        return {"rank": self.rank(request)[0]}
 
     def on_arrival(self, request: Request) -> None:
         self.queue.arrive(request)

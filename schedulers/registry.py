@@ -78,7 +78,12 @@ def find(name: str) -> Callable[..., Scheduler]:
         return getattr(importlib.import_module(module), attribute)
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == name:
-            return point.load()
+            try:
+                found: Callable[..., Scheduler] = point.load()
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                raise ValueError(f"scheduler {name!r} of an installed package cannot be loaded: {what}") from error
+            return found
     hint = " A policy of your own is named path/to/file.py:ClassName."
     raise ValueError(f"no scheduler {name!r}; {_nearest_first(name, available())}.{hint}")
 

@@ -6,11 +6,11 @@ Serving with Proxy Model-based Sequence Length Prediction" (SSJF), 2024, approxi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from research_engine.engine.contract import EngineView, Request
+from research_engine.engine.contract import EngineView, Fact, Request
 
 from .base import PolicyScheduler
 from .kept_queue import Rank
@@ -45,6 +45,10 @@ class SJF(RankedScheduler):
     def length(self, request: Request) -> int:
         """Tokens that it will have computed when it ends, if the prediction is right."""
         return request.num_tokens + predicted_outputs_left(request)
+
+    def explain(self, request: Request, view: EngineView) -> Mapping[str, Fact]:
+        left = self.length(request) - (0 if request.is_running else view.cached_tokens(request))
+        return {"tokens to compute": left, "aged rank": self.rank(request)[0]}
 
     def order(self, view: EngineView) -> Iterable[Request]:
         yield from view.running

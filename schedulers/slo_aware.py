@@ -14,10 +14,10 @@ those far ahead of their readers give way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from research_engine.engine.contract import EngineView, Request
+from research_engine.engine.contract import EngineView, Fact, Request
 
 from .kept_queue import Rank
 from .ranked import RankedScheduler
@@ -52,6 +52,9 @@ class SLOAware(RankedScheduler):
 
     def rank(self, request: Request) -> Rank:
         return (request.arrival_time + self.ttft + request.num_output_tokens * self.tpot, request.index)
+
+    def explain(self, request: Request, view: EngineView) -> Mapping[str, Fact]:
+        return {"slack": self.due(request) - view.now, "due": self.due(request)}
 
     def yielding(self, candidates: Sequence[Request], needy: Request, view: EngineView) -> Sequence[Request]:
         after = super().yielding(candidates, needy, view)

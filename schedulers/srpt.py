@@ -6,10 +6,10 @@ with predicted lengths Shahout et al., "Don't Stop Me Now: Embedding Based Sched
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from research_engine.engine.contract import EngineView, Request
+from research_engine.engine.contract import EngineView, Fact, Request
 
 from .kept_queue import Rank
 from .ranked import RankedScheduler
@@ -52,6 +52,9 @@ class SRPT(SJF):
 
     def own_victim(self, candidates: Sequence[Request], view: EngineView) -> Request:
         return max(candidates, key=self.outputs_left)
+
+    def explain(self, request: Request, view: EngineView) -> Mapping[str, Fact]:
+        return {**super().explain(request, view), "output tokens left, aged": self.outputs_left(request)[0]}
 
     def outputs_left(self, request: Request) -> Rank:
         """The order of giving way."""

@@ -19,7 +19,7 @@ class StaticBatch(PolicyScheduler):
     """Admits only when nobody runs; a batch is what one step can take of seats, tokens and blocks, by arrival.
 
     There is no padding here, so what is measured is the waiting alone. Waiting bound: a request is served within as
-    many batches as there are requests before it.
+    many batches as there are requests before it, and nobody who arrives later is admitted first.
 
     Args:
         batch_size: requests in a batch at most; 0 takes the engine's max_num_seqs.
@@ -33,9 +33,11 @@ class StaticBatch(PolicyScheduler):
 
     def order(self, view: EngineView) -> Iterable[Request]:
         yield from view.running
+        self.rest = "waits: the batch before has not ended" if view.running else ""
         if not view.running:
             for request in self.newcomers(view):
                 if len(self.planned) == self.batch_size > 0:
+                    self.rest = "waits: the batch is full"
                     break
                 yield request
 

@@ -17,7 +17,8 @@ from .base import PolicyScheduler
 class VLLMV0(PolicyScheduler):
     """A step holds prompts, or decodes if no prompt can go; swapped requests come back before new ones are admitted.
 
-    The last admitted gives way. A prompt is whole unless it alone exceeds the budget.
+    The last admitted gives way. A prompt is whole unless it alone exceeds the budget. Waiting bound: nobody who arrives
+    later is admitted before a request, but preempted ones come back first (unless `overtaking` is on).
 
     Args:
         swap_groups: continuations of one prompt (n > 1) are swapped whatever `preemption` says, as recompute would
@@ -40,6 +41,8 @@ class VLLMV0(PolicyScheduler):
         if not self.planned:
             yield from decodes
             yield from swapped
+        else:
+            self.rest = "waits: a step with prompts holds nothing else"
 
     def quota(self, request: Request, view: EngineView, budget: int) -> int:
         whole = view.uncomputed_tokens(request)

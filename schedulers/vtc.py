@@ -8,11 +8,11 @@ which it asked for nothing.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from research_engine.engine.contract import EngineView, Request
+from research_engine.engine.contract import EngineView, Fact, Request
 
 from .base import PolicyScheduler
 from .client_service import ClientService
@@ -65,6 +65,9 @@ class VTC(PolicyScheduler):
                 heapq.heapreplace(heap, (counter, client, at + 1))
             else:
                 heapq.heappop(heap)
+
+    def explain(self, request: Request, view: EngineView) -> Mapping[str, Fact]:
+        return {"client": request.client, "counter": self.counters[request.client]}
 
     def on_arrival(self, request: Request) -> None:
         waiting, counters, client = self.queue.shelves, self.counters, request.client

@@ -72,6 +72,8 @@ def undisturbed():
         {"block_size": 8, "max_num_batched_tokens": 37},
         {"block_size": 32},
         {"block_size": 256, "num_blocks": 16},
+        {"overlap": True},
+        {"overlap": True, "scheduler": "priority", "max_num_batched_tokens": 13, "max_num_seqs": 3},
     ],
     ids=lambda options: ",".join(f"{key}={value}" for key, value in options.items()),
 )
@@ -85,8 +87,10 @@ def test_outputs_do_not_depend_on_how_the_work_is_cut(options, undisturbed):
 @pytest.mark.parametrize("scheduler", ["fcfs", "chunked_prefill", "priority"])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_preempted_requests_go_on_as_if_undisturbed(preemption, prefix_caching, scheduler, undisturbed):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_preempted_requests_go_on_as_if_undisturbed(overlap, preemption, prefix_caching, scheduler, undisturbed):
     llm = make_llm(
+        overlap=overlap,
         scheduler=scheduler,
         scheduler_params={"preemption": preemption, "watermark": 0.0},
         num_blocks=34,

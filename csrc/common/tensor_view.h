@@ -7,7 +7,7 @@
 
 namespace research_engine {
 
-enum class DType : int8_t { f32 = 0, f16 = 1, bf16 = 2, f8e4m3 = 3, i32 = 4, i64 = 5, u8 = 6 };
+enum class DType : int8_t { f32 = 0, f16 = 1, bf16 = 2, f8e4m3 = 3, i32 = 4, i64 = 5, u8 = 6, i8 = 7 };
 
 constexpr int64_t element_size(DType dtype) {
   switch (dtype) {

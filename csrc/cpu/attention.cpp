@@ -6,7 +6,8 @@
 // denominator alone. lse = log(denominator), sink included. No key and no sink: out 0, lse -infinity.
 //
 // Layout: caches [N, Hkv, B, D] with contiguous (block, head) tiles, reached through block_tables; every other tensor's
-// last dimension is contiguous.
+// last dimension is contiguous. Caches of e4m3 and int8 stand for their elements times the head's scale: the kernels work
+// on the elements, the key's scale is a factor of the query, the value's of the result.
 // Algorithm (Dao et al., 2205.14135; Rabe and Staats, 2112.05682; the cache of Kwon et al., 2309.06180):
 //   decode   one item is (token, KV head, split of its keys): a tile of 64 keys is read once, multiplied with all G query
 //            heads by dot products, and its values are added up in registers; splits merge afterwards, in order.
@@ -70,7 +71,7 @@ class Attention {
       float* aligned = scratch.data() + (-(reinterpret_cast<uintptr_t>(scratch.data()) / 4) & 15);
 #pragma omp for schedule(dynamic, 1)
       for (int64_t i = 0; i < count; ++i) {
-        dispatch(a_.query.dtype, [&](auto zero) {
+        dispatch_cache(a_.key_cache.dtype, [&](auto zero) {
           using T = decltype(zero);
           if (items_[i].first_key >= 0) decode<T>(items_[i], aligned);
           else prefill<T>(items_[i], aligned);
@@ -102,7 +103,7 @@ class Attention {
   void plan();
   template <typename T> int rows_of_keys(const TensorView& cache, const Item& item, int64_t first, int64_t last, const T** rows) const;
   void bias(float* scores, int count, int64_t first_key, int64_t position, int64_t query_head) const;
-  template <typename T> void load_query(const Item& item, int64_t row, int64_t group, float* out) const;
+  void load_query(const Item& item, int64_t row, int64_t group, float* out) const;
   template <typename T> void decode(const Item& item, float* scratch) const;
   template <typename T> void prefill(const Item& item, float* scratch) const;
   void merge(const Merge& m) const;
@@ -192,11 +193,17 @@ void Attention::bias(float* scores, int count, int64_t first_key, int64_t positi
   }
 }
 
-template <typename T>
+inline float scale_of_head(const TensorView& scales, int64_t head) {
+  return scales ? scales.ptr<float>()[head * scales.strides[0]] : 1.0f;
+}
+
 void Attention::load_query(const Item& item, int64_t row, int64_t group, float* out) const {
-  const T* q = a_.query.ptr<T>() + (query_start(item.request) + row) * a_.query.strides[0] +
-               (item.head * groups_ + group) * a_.query.strides[1];
-  for (int d = 0; d < head_size_; ++d) out[d] = to_float(q[d]) * a_.scale;
+  const float factor = a_.scale * scale_of_head(a_.key_scale, item.head);
+  const int64_t offset = (query_start(item.request) + row) * a_.query.strides[0] + (item.head * groups_ + group) * a_.query.strides[1];
+  dispatch(a_.query.dtype, [&](auto zero) {
+    const auto* q = a_.query.ptr<decltype(zero)>() + offset;
+    for (int d = 0; d < head_size_; ++d) out[d] = to_float(q[d]) * factor;
+  });
   for (int d = head_size_; d < padded_; ++d) out[d] = 0;
 }
 
@@ -233,7 +240,7 @@ void Attention::decode(const Item& item, float* scratch) const {
   float* scores = sums + groups_ * padded_;
   float* maximum = scores + groups_ * kTileKeys;
   float* total = maximum + groups_;
-  for (int g = 0; g < groups_; ++g) load_query<T>(item, item.first_row, g, query + g * padded_);
+  for (int g = 0; g < groups_; ++g) load_query(item, item.first_row, g, query + g * padded_);
   std::fill_n(sums, groups_ * padded_, 0.0f);
   std::fill_n(maximum, groups_, -kInfinity);
   std::fill_n(total, groups_, 0.0f);
@@ -318,7 +325,7 @@ void Attention::prefill(const Item& item, float* scratch) const {
   float* values = keys + padded_ * kTileKeys;       // [64, D padded]
   float* maximum = values + padded_ * kTileKeys;
   float* total = maximum + rows;
-  for (int i = 0; i < rows; ++i) load_query<T>(item, item.first_row + i / groups_, i % groups_, query + i * padded_);
+  for (int i = 0; i < rows; ++i) load_query(item, item.first_row + i / groups_, i % groups_, query + i * padded_);
   std::fill_n(sums, rows * padded_, 0.0f);
   std::fill_n(maximum, rows, -kInfinity);
   std::fill_n(total, rows, 0.0f);
@@ -388,7 +395,7 @@ void Attention::finish(int64_t token, int64_t query_head, const float* sums, flo
       maximum = highest;
     }
   }
-  const float scale = total == 0 ? 0 : factor / total;
+  const float scale = total == 0 ? 0 : factor / total * scale_of_head(a_.value_scale, query_head / groups_);
   dispatch(a_.out.dtype, [&](auto zero) {
     using T = decltype(zero);
     T* out = a_.out.ptr<T>() + token * a_.out.strides[0] + query_head * a_.out.strides[1];

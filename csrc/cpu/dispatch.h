@@ -18,6 +18,16 @@ void dispatch(DType dtype, F&& f) {
   }
 }
 
+// The same for the dtypes of a KV cache.
+template <typename F>
+void dispatch_cache(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::f8e4m3: return f(e4m3{});
+    case DType::i8: return f(int8_t{});
+    default: return dispatch(dtype, f);
+  }
+}
+
 // Elements below which waking the other threads costs more than they save.
 constexpr int64_t kParallelElements = 32768;
 

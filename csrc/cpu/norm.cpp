@@ -1,6 +1,6 @@
 // RMSNorm, alone and fused with the residual addition.
 //
-// out[t, :] = x[t, :] / sqrt(mean(x[t, :]^2) + eps) * weight, sums in float32. (Zhang and Sennrich, 2019, 1910.07467.)
+// out[t, :] = x[t, :] / sqrt(mean(x[t, :]^2) + eps) * (weight_offset + weight), sums in float32. (Zhang and Sennrich, 2019, 1910.07467.)
 // Layout: rows [T, H], a row contiguous, rows at any stride.
 // Algorithm: one thread a row, two passes over it: the sum of squares in four registers, then the scaling; the second
 // pass finds the row in the first-level cache.
@@ -41,18 +41,18 @@ float sum_of_squares(const T* row, T* residual, int64_t n) {
 }
 
 template <typename T>
-void scale(const T* row, const T* weight, T* out, int64_t n, float factor) {
+void scale(const T* row, const T* weight, T* out, int64_t n, float factor, float weight_offset) {
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) store(out + i, load(row + i) * factor * load(weight + i));
+  for (; i + kLanes <= n; i += kLanes) store(out + i, load(row + i) * factor * (load(weight + i) + weight_offset));
   if (i < n) {
     const int rest = static_cast<int>(n - i);
-    store_first(out + i, load_first(row + i, rest) * factor * load_first(weight + i, rest), rest);
+    store_first(out + i, load_first(row + i, rest) * factor * (load_first(weight + i, rest) + weight_offset), rest);
   }
 }
 
 }  // namespace
 
-void rms_norm(TensorView x, TensorView weight, TensorView out, float eps) {
+void rms_norm(TensorView x, TensorView weight, TensorView out, float eps, float weight_offset) {
   const int64_t rows = x.shape[0], n = x.shape[1];
   dispatch(x.dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -60,12 +60,12 @@ void rms_norm(TensorView x, TensorView weight, TensorView out, float eps) {
     for (int64_t t = 0; t < rows; ++t) {
       const T* row = x.ptr<T>() + t * x.strides[0];
       const float factor = 1 / std::sqrt(sum_of_squares<T>(row, nullptr, n) / n + eps);
-      scale(row, weight.ptr<T>(), out.ptr<T>() + t * out.strides[0], n, factor);
+      scale(row, weight.ptr<T>(), out.ptr<T>() + t * out.strides[0], n, factor, weight_offset);
     }
   });
 }
 
-void fused_add_rms_norm(TensorView x, TensorView residual, TensorView weight, float eps) {
+void fused_add_rms_norm(TensorView x, TensorView residual, TensorView weight, float eps, float weight_offset) {
   const int64_t rows = x.shape[0], n = x.shape[1];
   dispatch(x.dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -74,7 +74,7 @@ void fused_add_rms_norm(TensorView x, TensorView residual, TensorView weight, fl
       T* row = x.ptr<T>() + t * x.strides[0];
       T* sums = residual.ptr<T>() + t * residual.strides[0];
       const float factor = 1 / std::sqrt(sum_of_squares<T>(row, sums, n) / n + eps);
-      scale<T>(sums, weight.ptr<T>(), row, n, factor);
+      scale<T>(sums, weight.ptr<T>(), row, n, factor, weight_offset);
     }
   });
 }

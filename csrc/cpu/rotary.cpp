@@ -1,4 +1,4 @@
-// Rotary position embedding, in place. (Su et al., 2021, 2104.09864.)
+// Rotary position embedding, in place or, for keys, on the way into the KV cache. (Su et al., 2021, 2104.09864.)
 //
 // A pair (a, b) of a head becomes (a cos - b sin, b cos + a sin) with the angle of its position. The pairs are
 // (i, i + rotary_dim / 2), or (2i, 2i + 1) when interleaved; elements from rotary_dim on stay.
@@ -6,6 +6,9 @@
 // float32, cosines first.
 // Algorithm: threads share the tokens; a token's cosines and sines serve all its heads from the first-level cache.
 // Roofline: memory; 2 T (Hq + Hkv) rotary_dim elements move, against 3 operations each.
+#include <cstring>
+#include <vector>
+
 #include "common/ops.h"
 #include "cpu/dispatch.h"
 
@@ -58,6 +61,26 @@ void rotary_embedding(TensorView positions, TensorView query, TensorView key, Te
       }
     }
   });
+}
+
+void rotary_and_cache(TensorView positions, TensorView query, TensorView key, TensorView value, TensorView cos_sin,
+                      TensorView key_cache, TensorView value_cache, TensorView slot_mapping, bool interleaved, TensorView key_scale,
+                      TensorView value_scale) {
+  // Keys stay as they are: a copy is rotated and written.
+  const int64_t tokens = key.shape[0], heads = key.shape[1], head_bytes = key.shape[2] * element_size(key.dtype);
+  std::vector<char> copied(static_cast<size_t>(tokens * heads * head_bytes));
+  TensorView rotated = key;
+  rotated.data = copied.data();
+  rotated.strides[0] = heads * key.shape[2];
+  rotated.strides[1] = key.shape[2];
+  for (int64_t t = 0; t < tokens; ++t) {
+    for (int64_t h = 0; h < heads; ++h) {
+      const int64_t from = (t * key.strides[0] + h * key.strides[1]) * element_size(key.dtype);
+      std::memcpy(copied.data() + (t * heads + h) * head_bytes, key.ptr<char>() + from, head_bytes);
+    }
+  }
+  rotary_embedding(positions, query, rotated, cos_sin, interleaved);
+  reshape_and_cache(rotated, value, key_cache, value_cache, slot_mapping, key_scale, value_scale);
 }
 
 }  // namespace research_engine::cpu

@@ -2,6 +2,7 @@
 #include "common/value_checks.h"
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 #include <unordered_set>
 
@@ -10,6 +11,7 @@ namespace {
 
 std::string text(const char* part) { return part; }
 std::string text(int64_t part) { return std::to_string(part); }
+std::string text(const std::string& part) { return part; }
 
 // No string streams: those of another C++ runtime in the process may take their place, and crash.
 template <typename... Parts>
@@ -59,6 +61,14 @@ void check_slots(const TensorView& slot_mapping, int64_t capacity) {
   }
 }
 
+void check_scales(const char* name, const TensorView& scales) {
+  if (!scales) return;
+  for (int64_t h = 0; h < scales.shape[0]; ++h) {
+    const float scale = scales.ptr<float>()[h * scales.strides[0]];
+    if (!(scale > 0) || std::isinf(scale)) refuse(name, "[", h, "] is ", std::to_string(scale), ", expected a positive, finite number");
+  }
+}
+
 void check_positions(const TensorView& positions, int64_t limit) {
   for (int64_t t = 0; t < positions.shape[0]; ++t) {
     const int64_t position = positions.ptr<int64_t>()[t * positions.strides[0]];
@@ -82,6 +92,47 @@ void check_block_pairs(const TensorView& pairs, int64_t num_source_blocks, int64
   for (int64_t p = 0; p < pairs.shape[0]; ++p)
     if (destinations.count(value(p, 0)))
       refuse("pairs: block ", value(p, 0), " is both a source and a destination; copy in two calls");
+}
+
+void check_gather_values(const TensorView& block_tables, const TensorView& start_loc, const TensorView& starts, int64_t rows,
+                         int64_t block_size, int64_t num_blocks) {
+  const int64_t requests = block_tables.shape[0], columns = block_tables.shape[1];
+  const auto at32 = [](const TensorView& v, int64_t i) { return static_cast<int64_t>(v.ptr<int32_t>()[i]); };
+  if (at32(start_loc, 0) < 0) refuse("start_loc[0] is ", at32(start_loc, 0), ", expected 0 or more");
+  for (int64_t r = 0; r < requests; ++r) {
+    const int64_t begin = at32(start_loc, r), end = at32(start_loc, r + 1), first = starts ? at32(starts, r) : 0;
+    if (end < begin || end > rows)
+      refuse("start_loc[", r + 1, "] is ", end, ", expected at least ", begin, " (the one before) and at most ", rows, " (key's rows)");
+    if (first < 0 || first + end - begin > columns * block_size)
+      refuse("request ", r, " asks for tokens ", first, " to ", first + end - begin, ", expected 0 to ", columns * block_size,
+             " (block_tables has ", columns, " columns of ", block_size, " slots)");
+    for (int64_t c = first / block_size; begin < end && c <= (first + end - begin - 1) / block_size; ++c) {
+      const int64_t block = block_tables.ptr<int32_t>()[r * block_tables.strides[0] + c];
+      if (block < 0 || block >= num_blocks)
+        refuse("block_tables[", r, ", ", c, "] is ", block, ", expected 0 to ", num_blocks - 1, " (the cache has ", num_blocks, " blocks)");
+    }
+  }
+}
+
+void check_sampling_values(const Sampling& args) {
+  const int64_t rows = args.logits.shape[0];
+  for (int64_t row = 0; row < rows; ++row) {
+    const float temperature = args.temperature.ptr<float>()[row];
+    if (!(temperature >= 0)) refuse("temperature[", row, "] is ", temperature, ", expected 0 (greedy) or more");
+  }
+  if (!args.seen_tokens) return;
+  const int64_t num_slots = args.seen_tokens.shape[0], capacity = args.seen_tokens.shape[1];
+  std::unordered_set<int32_t> used;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int32_t slot = args.slots.ptr<int32_t>()[row];
+    if (slot < -1 || slot >= num_slots)
+      refuse("slots[", row, "] is ", slot, ", expected -1 (none) or 0 to ", num_slots - 1, " (seen_tokens' rows)");
+    if (slot < 0) continue;
+    if (!used.insert(slot).second) refuse("slots[", row, "] is ", slot, ", which another row has");
+    const int32_t length = args.seen_lengths.ptr<int32_t>()[slot];
+    if (length < 0 || length > capacity)
+      refuse("seen_lengths[", slot, "] is ", length, ", expected 0 to ", capacity, " (seen_tokens' columns)");
+  }
 }
 
 }  // namespace research_engine

@@ -2,6 +2,7 @@
 // 128 bits), with loads and stores that convert from and to bfloat16. The same source compiles for any CPU.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -27,6 +28,11 @@ struct bf16 {
   uint16_t bits;
 };
 
+// 4 bits of exponent (bias 7), 3 of mantissa, no infinity, NaN at 0x7f; the largest value is 448 (Micikevicius et al., 2209.05433).
+struct e4m3 {
+  uint8_t bits;
+};
+
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) {
   const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
@@ -41,6 +47,41 @@ inline void from_float(float x, bf16* out) {
   std::memcpy(&bits, &x, 4);
   // To the nearest, ties to even; a NaN stays one even where its payload would round away.
   out->bits = static_cast<uint16_t>(x != x ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline float to_float(int8_t x) { return x; }
+inline float to_float(e4m3 x) {
+  const uint32_t magnitude = x.bits & 0x7f;
+  float value = magnitude * 0x1p-9f;  // below 2^-6: no leading one
+  if (magnitude >= 8) {
+    const uint32_t bits = (magnitude << 20) + (120u << 23);
+    std::memcpy(&value, &bits, 4);
+  }
+  if (magnitude == 0x7f) value = std::numeric_limits<float>::quiet_NaN();
+  return x.bits & 0x80 ? -value : value;
+}
+
+// To the nearest, ties to even, saturated: to +-127 (NaN becomes 0), or to +-448 (NaN stays one).
+inline void from_float(float x, int8_t* out) {
+  *out = x != x ? 0 : static_cast<int8_t>(std::nearbyint(x < -127 ? -127 : x > 127 ? 127 : x));
+}
+inline void from_float(float x, e4m3* out) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint8_t sign = static_cast<uint8_t>(bits >> 24 & 0x80);
+  const float magnitude = std::fabs(x);
+  uint32_t code;
+  if (x != x) {
+    code = 0x7f;
+  } else if (magnitude >= 448) {
+    code = 0x7e;
+  } else if (magnitude < 0x1p-6f) {
+    code = static_cast<uint32_t>(std::nearbyint(magnitude * 0x1p9f));  // 8 is the smallest with a leading one
+  } else {
+    std::memcpy(&bits, &magnitude, 4);
+    code = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120u << 3);
+  }
+  out->bits = static_cast<uint8_t>(sign | code);
 }
 
 inline Vec broadcast(float x) { return x - Vec{}; }
@@ -58,6 +99,24 @@ inline Vec load(const bf16* p) {
   std::memcpy(&half, p, sizeof half);
   const Bits bits = __builtin_convertvector(half, Bits) << 16;
   return reinterpret_cast<Vec>(bits);
+}
+
+inline Vec load(const int8_t* p) {
+  using Byte = int8_t __attribute__((vector_size(kLanes)));
+  Byte byte;
+  std::memcpy(&byte, p, sizeof byte);
+  return __builtin_convertvector(byte, Vec);
+}
+
+inline Vec load(const e4m3* p) {
+  using Byte = uint8_t __attribute__((vector_size(kLanes)));
+  Byte byte;
+  std::memcpy(&byte, p, sizeof byte);
+  const VecI bits = __builtin_convertvector(byte, VecI), magnitude = bits & 0x7f;
+  const VecI large = (magnitude << 20) + (120 << 23), small = reinterpret_cast<VecI>(__builtin_convertvector(magnitude, Vec) * 0x1p-9f);
+  VecI value = magnitude < 8 ? small : large;
+  value = magnitude == 0x7f ? VecI{} + 0x7fc00000 : value;
+  return reinterpret_cast<Vec>(value | (bits & 0x80) << 24);
 }
 
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }

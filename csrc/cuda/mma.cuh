@@ -76,6 +76,13 @@ template <> __device__ inline uint32_t pack_pair<__half>(float low, float high) 
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
+// a & b | c, in one instruction also where b and c are constants.
+__device__ inline uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+
 __device__ inline float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

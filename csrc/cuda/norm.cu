@@ -1,4 +1,4 @@
-// rms_norm and fused_add_rms_norm: out = x / sqrt(mean(x^2) + eps) * weight over rows of H elements
+// rms_norm and fused_add_rms_norm: out = x / sqrt(mean(x^2) + eps) * (weight_offset + weight) over rows of H elements
 // (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019); the fused form first adds x to the residual.
 //
 // Layout     x, out, residual [T, H], the elements of a row contiguous, rows strided; weight [H].
@@ -29,7 +29,8 @@ __device__ float block_sum(float value, float* partial) {
 template <typename T, int kStep>
 __global__ void __launch_bounds__(1024) rms_norm_kernel(const T* x, int64_t x_stride, T* residual,
                                                         int64_t residual_stride, const T* weight, T* out,
-                                                        int64_t out_stride, int hidden_size, float eps) {
+                                                        int64_t out_stride, int hidden_size, float eps,
+                                                        float weight_offset) {
   __shared__ float partial[32];
   const int64_t row = blockIdx.x;
   x += row * x_stride;
@@ -64,16 +65,16 @@ __global__ void __launch_bounds__(1024) rms_norm_kernel(const T* x, int64_t x_st
       unpack<T>(*reinterpret_cast<const uint4*>(normed + i), values);
       unpack<T>(*reinterpret_cast<const uint4*>(weight + i), weights);
 #pragma unroll
-      for (int e = 0; e < kStep; ++e) values[e] = values[e] * factor * weights[e];
+      for (int e = 0; e < kStep; ++e) values[e] = values[e] * factor * (weights[e] + weight_offset);
       *reinterpret_cast<uint4*>(out + i) = pack<T>(values);
     } else {
-      out[i] = from_float<T>(to_float(normed[i]) * factor * to_float(weight[i]));
+      out[i] = from_float<T>(to_float(normed[i]) * factor * (to_float(weight[i]) + weight_offset));
     }
   }
 }
 
 void norm(const char* op, TensorView x, TensorView residual, TensorView weight, TensorView out, float eps,
-          Stream stream) {
+          float weight_offset, Stream stream) {
   const int64_t rows = x.shape[0], hidden_size = x.shape[1];
   if (rows == 0 || hidden_size == 0) return;
   const DeviceGuard guard(x.device, op);
@@ -87,18 +88,20 @@ void norm(const char* op, TensorView x, TensorView residual, TensorView weight, 
     const unsigned threads = static_cast<unsigned>(32 * (warps < 32 ? warps : 32));
     const auto kernel = vectors ? rms_norm_kernel<T, kWidth<T>> : rms_norm_kernel<T, 1>;
     launch(op, kernel, rows, threads, 0, stream, x.ptr<const T>(), x.strides[0], residual.ptr<T>(),
-           residual.strides[0], weight.ptr<const T>(), out.ptr<T>(), out.strides[0], static_cast<int>(hidden_size), eps);
+           residual.strides[0], weight.ptr<const T>(), out.ptr<T>(), out.strides[0], static_cast<int>(hidden_size), eps,
+           weight_offset);
   });
 }
 
 }  // namespace
 
-void rms_norm(TensorView x, TensorView weight, TensorView out, float eps, Stream stream) {
-  norm("rms_norm", x, TensorView{}, weight, out, eps, stream);
+void rms_norm(TensorView x, TensorView weight, TensorView out, float eps, float weight_offset, Stream stream) {
+  norm("rms_norm", x, TensorView{}, weight, out, eps, weight_offset, stream);
 }
 
-void fused_add_rms_norm(TensorView x, TensorView residual, TensorView weight, float eps, Stream stream) {
-  norm("fused_add_rms_norm", x, residual, weight, x, eps, stream);
+void fused_add_rms_norm(TensorView x, TensorView residual, TensorView weight, float eps, float weight_offset,
+                        Stream stream) {
+  norm("fused_add_rms_norm", x, residual, weight, x, eps, weight_offset, stream);
 }
 
 }  // namespace research_engine::cuda

@@ -12,7 +12,8 @@
 //            found on the device, so both are launched where the batch may hold both, and a captured graph may be replayed
 //            with other lengths up to max_query_len and max_seq_len. 1 simple, 2 decode, 3 prefill: all rows. The decode kernel is
 //            the one on tensor cores where it takes the arguments, and so is the prefill kernel; 4 and 5 force those without.
-// Built for  any D from 1 to 256 (rows of whole 16-byte vectors are faster), any block size, any G, 16 and 32 bit floats.
+// Built for  any D from 1 to 256 (rows of whole 16-byte vectors are faster), any block size, any G, 16 and 32 bit floats; caches
+//            of the queries' type, or e4m3 or int8 with a scale a KV head: an element stands for itself times the scale.
 #include <algorithm>
 
 #include "paged_attention.cuh"
@@ -89,6 +90,9 @@ AttentionParams make_params(const PagedAttention& args) {
   p.lse = args.lse.ptr<float>();
   p.alibi_slopes = args.alibi_slopes.ptr<const float>();
   p.sinks = args.sinks.ptr<const float>();
+  p.key_scale = args.key_scale.ptr<const float>();
+  p.value_scale = args.value_scale.ptr<const float>();
+  p.query_type = args.query.dtype;
   p.workspace = args.workspace.ptr<float>();  // begins with kCounters int32
   p.query_token_stride = args.query.strides[0];
   p.query_head_stride = args.query.strides[1];
@@ -126,7 +130,7 @@ bool takes_prefill(const PagedAttention& args) {
 }
 
 void launch_prefill(const PagedAttention& args, const AttentionParams& params, Stream stream) {
-  if (!prefill_wgmma_supports(args, params)) return launch_prefill_attention(params, args.query.dtype, stream);
+  if (!prefill_wgmma_supports(args, params)) return launch_prefill_attention(params, args.key_cache.dtype, stream);
   const bool counters = args.workspace && args.workspace.numel() >= kCounters;
   launch_prefill_wgmma(args, params, stream, counters ? args.workspace.ptr<int32_t>() + kPrefillCounters : nullptr);
 }
@@ -150,12 +154,9 @@ void paged_attention(const PagedAttention& args, Stream stream) {
     throw std::invalid_argument("paged_attention: head size " + std::to_string(head_size) +
                              " is not built for CUDA; 1 to " + std::to_string(kMaxHeadSize) + " are");
   }
-  if (args.key_cache.dtype != args.query.dtype || args.value_cache.dtype != args.query.dtype) {
-    throw std::invalid_argument("paged_attention: query, key_cache and value_cache must have one dtype on CUDA");
-  }
   const DeviceGuard guard(args.query.device, kOp);
   AttentionParams params = make_params(args);
-  const DType dtype = args.query.dtype;
+  const DType dtype = args.key_cache.dtype;
   switch (args.path) {
     case kSimple: return launch_simple_attention(params, dtype, stream);
     case kPrefillFma: return launch_prefill_attention(params, dtype, stream);

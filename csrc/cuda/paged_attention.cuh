@@ -38,6 +38,8 @@ struct AttentionParams {
   void* out;
   float* lse;  // may be null, as may be alibi_slopes and sinks
   const float *alibi_slopes, *sinks;
+  const float *key_scale, *value_scale;  // of the KV heads of quantised caches, or null: 1
+  DType query_type;
   float* workspace;
   int64_t query_token_stride, query_head_stride, out_token_stride, out_head_stride, lse_token_stride, lse_head_stride;
   int64_t key_block_stride, key_head_stride, value_block_stride, value_head_stride, table_stride;
@@ -134,6 +136,28 @@ __device__ inline RowEnd end_row(const AttentionParams& p, float top, float sum,
   return {exp2f(top - finite_top(with_sink)) / sum, (with_sink + log2f(sum)) * kLn2};
 }
 
+__device__ inline float head_scale(const float* scales, int kv_head) { return scales != nullptr ? scales[kv_head] : 1.0f; }
+
+// Queries and outputs beside caches of C: of the same type, or, where C is quantised, of any type, told apart at run time.
+template <typename C> __device__ inline float load_query(const AttentionParams& p, int64_t at) {
+  if constexpr (sizeof(C) > 1) return to_float(static_cast<const C*>(p.query)[at]);
+  if (p.query_type == DType::bf16) return to_float(static_cast<const __nv_bfloat16*>(p.query)[at]);
+  if (p.query_type == DType::f16) return to_float(static_cast<const __half*>(p.query)[at]);
+  return static_cast<const float*>(p.query)[at];
+}
+template <typename C> __device__ inline void store_out(const AttentionParams& p, int64_t at, float value) {
+  if constexpr (sizeof(C) > 1) {
+    static_cast<C*>(p.out)[at] = from_float<C>(value);
+  } else if (p.query_type == DType::bf16) {
+    static_cast<__nv_bfloat16*>(p.out)[at] = from_float<__nv_bfloat16>(value);
+  } else if (p.query_type == DType::f16) {
+    static_cast<__half*>(p.out)[at] = from_float<__half>(value);
+  } else {
+    static_cast<float*>(p.out)[at] = value;
+  }
+}
+
+// By the type of the caches.
 void launch_simple_attention(const AttentionParams& params, DType dtype, Stream stream);
 void launch_decode_attention(const AttentionParams& params, DType dtype, Stream stream);
 void launch_prefill_attention(const AttentionParams& params, DType dtype, Stream stream);

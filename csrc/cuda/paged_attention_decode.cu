@@ -1,7 +1,7 @@
 // Paged attention, the decode path: one thread block a (row, KV head, key split); K and V are read once for its G heads.
 // Split partials and their merge as in Flash-Decoding (Dao et al., 2023).
 //
-// Layout     see paged_attention.cu. A 16-byte vector of a K or V row belongs to one lane; kLanes lanes make a row, so a
+// Layout     see paged_attention.cu. A vector of a K or V row belongs to one lane; kLanes lanes make a row, so a
 //            warp reads 32 / kLanes rows at once. Partials, float32: [rows, Hq, S, D] accumulators, then [rows, Hq, S, 2]
 //            (maximum in base 2, sum).
 // Algorithm  1. Find the row's keys and this split's share of them; leave when there is none.
@@ -50,8 +50,8 @@ __device__ Row grid_row(const AttentionParams& p, int64_t index) {
 
 template <typename T>
 __device__ void write_row(const AttentionParams& p, const Row& row, int head, int element, float value, const RowEnd& end) {
-  T* out = static_cast<T*>(p.out) + row.token * p.out_token_stride + head * p.out_head_stride;
-  out[element] = from_float<T>(value * end.factor);
+  const float factor = end.factor * head_scale(p.value_scale, head / p.group_size);
+  store_out<T>(p, row.token * p.out_token_stride + head * p.out_head_stride + element, value * factor);
   if (element == 0 && p.lse != nullptr) p.lse[row.token * p.lse_token_stride + head * p.lse_head_stride] = end.lse;
 }
 
@@ -91,15 +91,16 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const Attent
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_lane = lane % kLanes, sub_row = lane / kLanes;
+  const float scale = p.scale * head_scale(p.key_scale, kv_head);
   float query[kHeads][kElements], accumulator[kHeads][kElements], top[kHeads], sum[kHeads];
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
-    const T* query_row = static_cast<const T*>(p.query) + row.token * p.query_token_stride +
-                         (first_head + min(h, num_heads - 1)) * p.query_head_stride;
+    const int64_t query_row =
+        row.token * p.query_token_stride + (first_head + min(h, num_heads - 1)) * p.query_head_stride;
 #pragma unroll
     for (int e = 0; e < kElements; ++e) {
       const int element = (row_lane + e / kWidth<T> * kLanes) * kWidth<T> + e % kWidth<T>;
-      query[h][e] = element < p.head_size ? to_float(query_row[element]) * p.scale : 0.0f;
+      query[h][e] = element < p.head_size ? load_query<T>(p, query_row + element) * scale : 0.0f;
       accumulator[h][e] = 0.0f;
     }
     top[h] = -INFINITY;
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const Attent
       key_rows[u] = key_head + block * p.key_block_stride + offset;
       value_rows[u] = value_head + block * p.value_block_stride + offset;
     }
-    uint4 keys[kUnroll][kVectors], values[kUnroll][kVectors];
+    Vector<T> keys[kUnroll][kVectors], values[kUnroll][kVectors];
     if (p.vectors) {
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
@@ -129,8 +130,8 @@ __global__ void __launch_bounds__(kThreads) decode_attention_kernel(const Attent
         for (int v = 0; v < kVectors; ++v) {
           const int element = (row_lane + v * kLanes) * kWidth<T>;
           const int inside = element < p.head_size ? element : 0;  // lanes past the row read its start, to no effect
-          keys[u][v] = *reinterpret_cast<const uint4*>(key_rows[u] + inside);
-          values[u][v] = *reinterpret_cast<const uint4*>(value_rows[u] + inside);
+          keys[u][v] = *reinterpret_cast<const Vector<T>*>(key_rows[u] + inside);
+          values[u][v] = *reinterpret_cast<const Vector<T>*>(value_rows[u] + inside);
         }
       }
     } else {
@@ -313,9 +314,9 @@ template <typename T, int kLanes, int kVectors> void launch_for_group(const Atte
 }  // namespace
 
 void launch_decode_attention(const AttentionParams& params, DType dtype, Stream stream) {
-  dispatch_float(dtype, kOp, [&](auto tag) {
+  dispatch_cache(dtype, kOp, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    constexpr int kRowLanes = 128 / kWidth<T>;  // lanes of a row of 128 elements: 16 in 16 bit, 32 in float32
+    constexpr int kRowLanes = 128 / kWidth<T>;  // lanes of a row of 128 elements: 16 in 8 and 16 bit, 32 in float32
     if (params.head_size <= 64) {
       launch_for_group<T, kRowLanes / 2, 1>(params, stream);
     } else if (params.head_size <= 128) {

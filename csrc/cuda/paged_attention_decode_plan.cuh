@@ -17,7 +17,7 @@ constexpr int kTile = 16;             // keys of a warp's step
 constexpr int kStep = kTile * kWarps;  // keys of a block's step
 constexpr int kGroup = 16;            // query heads that share a tile
 
-__device__ Row grid_row(const AttentionParams& p, int index) {
+__device__ inline Row grid_row(const AttentionParams& p, int index) {
   if (!p.single_queries) return token_row(p, index);
   const int seq_len = p.seq_lens[index], first = p.query_start_loc[index];  // asked for together: their latencies overlap
   if (p.query_start_loc[index + 1] - first != 1) return Row{};
@@ -55,13 +55,13 @@ struct Plan {
   }
 };
 
-__device__ int units_of(const Row& row, int unit_keys) {
+__device__ inline int units_of(const Row& row, int unit_keys) {
   if (row.request < 0) return 0;
   if (row.begin >= row.end) return 1;  // an empty row still has an output
   return (row.end - 1) / unit_keys - row.begin / unit_keys + 1;
 }
 
-__device__ void start_piece(Cursor& c, const Plan& plan) {
+__device__ inline void start_piece(Cursor& c, const Plan& plan) {
   c.piece = plan.fixed ? 1 : min(c.left, c.num_units - c.unit);
   const int first = c.row.begin / plan.unit_keys + c.unit;
   c.key = first * plan.unit_keys;
@@ -69,7 +69,7 @@ __device__ void start_piece(Cursor& c, const Plan& plan) {
 }
 
 // Steps to the next piece; false when the block's run is over.
-__device__ bool next_piece(Cursor& c, const Plan& plan, const AttentionParams& p) {
+__device__ inline bool next_piece(Cursor& c, const Plan& plan, const AttentionParams& p) {
   c.left -= c.piece;
   if (c.left <= 0) return false;
   c.unit += c.piece;
@@ -89,7 +89,7 @@ __device__ bool next_piece(Cursor& c, const Plan& plan, const AttentionParams& p
 
 // The block's share of the line: every thread counts the units of a run of rows, a scan over threads finds the owner of the
 // first unit. Returns false when there is nothing for this block. All threads call it.
-__device__ bool find_share(const AttentionParams& p, Plan& plan, Cursor& c, int* scratch) {
+__device__ inline bool find_share(const AttentionParams& p, Plan& plan, Cursor& c, int* scratch) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int per_thread = (plan.num_rows + kThreads - 1) / kThreads;
   const int first = min(static_cast<int>(threadIdx.x) * per_thread, plan.num_rows);

@@ -40,7 +40,7 @@ __device__ inline int64_t first_tile(const AttentionParams& p, int request, int 
   return static_cast<int64_t>(p.query_start_loc[request]) * p.group_size / tile_rows + request;
 }
 
-template <typename T> __device__ inline void store_vector(float* target, const uint4& raw) {
+template <typename T> __device__ inline void store_vector(float* target, const Vector<T>& raw) {
   float values[kWidth<T>];
   unpack<T>(raw, values);
 #pragma unroll
@@ -52,25 +52,25 @@ template <typename T> __device__ inline void store_vector(float* target, const u
 // This thread's vectors of the K or V tile that starts at key `start`; keys outside of [begin, end) are zero.
 template <typename T, int kCapacity>
 __device__ inline void fetch_tile(const AttentionParams& p, const T* head, int64_t block_stride, const int32_t* table,
-                                  int start, int begin, int end, uint4 (&staged)[PrefillShape<T, kCapacity>::kLoads]) {
+                                  int start, int begin, int end, Vector<T> (&staged)[PrefillShape<T, kCapacity>::kLoads]) {
   using Shape = PrefillShape<T, kCapacity>;
 #pragma unroll
   for (int load = 0; load < Shape::kLoads; ++load) {
     const int item = threadIdx.x + load * kThreads;
     const int key = start + item / Shape::kVectors, element = item % Shape::kVectors * kWidth<T>;
-    staged[load] = make_uint4(0, 0, 0, 0);
+    staged[load] = Vector<T>{};
     if (key < begin || key >= end || element >= p.head_size) continue;
     const int column = p.block_size.divide(key);
     const T* source = head + table[column] * block_stride +
                       static_cast<int64_t>(key - column * static_cast<int>(p.block_size.value)) * p.head_size + element;
     staged[load] =
-        p.vectors ? *reinterpret_cast<const uint4*>(source) : load_elements(source, p.head_size - element);
+        p.vectors ? *reinterpret_cast<const Vector<T>*>(source) : load_elements(source, p.head_size - element);
   }
 }
 
 template <typename T, int kCapacity>
 __device__ inline void store_tile(const AttentionParams& p, float* tile,
-                                  const uint4 (&staged)[PrefillShape<T, kCapacity>::kLoads]) {
+                                  const Vector<T> (&staged)[PrefillShape<T, kCapacity>::kLoads]) {
   using Shape = PrefillShape<T, kCapacity>;
 #pragma unroll
   for (int load = 0; load < Shape::kLoads; ++load) {
@@ -133,23 +133,26 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1 : 2)
     }
   }
 
-  for (int item = threadIdx.x; item < Shape::kRows * Shape::kVectors; item += kThreads) {
-    const int64_t index = first_row + item / Shape::kVectors;
-    const int element = item % Shape::kVectors * kWidth<T>;
+  for (int item = threadIdx.x; item < Shape::kRows * (kCapacity / 4); item += kThreads) {
+    const int row = item / (kCapacity / 4), element = item % (kCapacity / 4) * 4;
+    const int64_t index = first_row + row;
     if (element >= p.head_size) continue;
-    uint4 raw = make_uint4(0, 0, 0, 0);
-    if (index < total_rows) {
-      const T* source = static_cast<const T*>(p.query) + (first_query + index / p.group_size) * p.query_token_stride +
-                        (kv_head * p.group_size + index % p.group_size) * p.query_head_stride + element;
-      raw = load_elements(source, p.head_size - element);
+    const int64_t source = (first_query + index / p.group_size) * p.query_token_stride +
+                           (kv_head * p.group_size + index % p.group_size) * p.query_head_stride + element;
+    float values[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      values[e] = index < total_rows && element + e < p.head_size ? load_query<T>(p, source + e) : 0.0f;
     }
-    store_vector<T>(queries + item / Shape::kVectors * Shape::kStride + element, raw);
+    *reinterpret_cast<float4*>(queries + row * Shape::kStride + element) =
+        make_float4(values[0], values[1], values[2], values[3]);
   }
 
   const int32_t* table = p.block_tables + request * p.table_stride;
   const T* key_head = static_cast<const T*>(p.key_cache) + kv_head * p.key_head_stride;
   const T* value_head = static_cast<const T*>(p.value_cache) + kv_head * p.value_head_stride;
-  uint4 staged[Shape::kLoads];
+  const float scale = p.scale * head_scale(p.key_scale, kv_head);
+  Vector<T> staged[Shape::kLoads];
   int start = begin / Shape::kKeys * Shape::kKeys;
   if (start < end) fetch_tile<T, kCapacity>(p, key_head, p.key_block_stride, table, start, begin, end, staged);
   for (; start < end; start += Shape::kKeys) {
@@ -187,7 +190,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1 : 2)
       for (int j = 0; j < kKeys; ++j) {
         const int key = start + thread_column + kSide * j;
         const bool visible = key >= first_key(p, positions[i]) && key < end_key(p, positions[i], seq_len);
-        scores[i][j] = visible ? score(p, scores[i][j] * p.scale, slopes[i], key - positions[i]) : -INFINITY;
+        scores[i][j] = visible ? score(p, scores[i][j] * scale, slopes[i], key - positions[i]) : -INFINITY;
         new_top = fmaxf(new_top, scores[i][j]);
       }
 #pragma unroll
@@ -251,13 +254,14 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1 : 2)
     const int64_t token = first_query + index / p.group_size;
     const int head = kv_head * p.group_size + static_cast<int>(index % p.group_size);
     const RowEnd row_end = end_row(p, top[i], sum[i], head);
-    T* out = static_cast<T*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
+    const int64_t out = token * p.out_token_stride + head * p.out_head_stride;
+    const float factor = row_end.factor * head_scale(p.value_scale, kv_head);
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int element = 4 * kSide * c + 4 * thread_column + e;
-        if (element < p.head_size) out[element] = from_float<T>(output[i][c][e] * row_end.factor);
+        if (element < p.head_size) store_out<T>(p, out + element, output[i][c][e] * factor);
       }
     }
     if (thread_column == 0 && p.lse != nullptr) {
@@ -275,7 +279,7 @@ template <typename T, int kCapacity> void launch_tiles(const AttentionParams& p,
 }  // namespace
 
 void launch_prefill_attention(const AttentionParams& params, DType dtype, Stream stream) {
-  dispatch_float(dtype, kOp, [&](auto tag) {
+  dispatch_cache(dtype, kOp, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (params.head_size <= 64) {
       launch_tiles<T, 64>(params, stream);

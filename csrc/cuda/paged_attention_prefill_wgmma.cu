@@ -364,13 +364,13 @@ template <typename T, int kD, bool kScored> __device__ __forceinline__ void run_
   auto* control = reinterpret_cast<Control<kD>*>(raw + (ring + Shape::kSlots * Shape::kSlotBytes - shared_address(raw)));
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kSlots; ++i) {
-      mbarrier_init(shared_address(&control->full[i]), 1);
+      mbarrier_init(shared_address(&control->full[i]), kCopiers);
       mbarrier_init(shared_address(&control->empty[i]), 4 * Shape::kConsumers);
     }
     for (int i = 0; i < Shape::kQuerySlots; ++i) {
       mbarrier_init(shared_address(&control->planned[i]), 1);
-      mbarrier_init(shared_address(&control->queries_full[i]), 3);
-      mbarrier_init(shared_address(&control->queries_empty[i]), 128 * Shape::kConsumers + 32);
+      mbarrier_init(shared_address(&control->queries_full[i]), 4 - kCopiers);
+      mbarrier_init(shared_address(&control->queries_empty[i]), 128 * Shape::kConsumers + 32 * kCopiers);
     }
     mbarrier_init_fence();
   }
@@ -378,8 +378,8 @@ template <typename T, int kD, bool kScored> __device__ __forceinline__ void run_
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
   if (warp < 4) {
     give_registers<Shape::kProducerRegisters>();
-    if (warp == 0) {
-      CacheCopier<kD>(p, control, ring, lane).run();
+    if (warp < kCopiers) {
+      CacheCopier<T, kD>(p, control, ring, warp, lane).run();
     } else {
       bring_queries<T, kD>(p, control, base, warp, lane);
     }
@@ -467,7 +467,7 @@ template <typename T> void launch_for_type(const PagedAttention& args, PrefillPa
 }  // namespace
 
 bool prefill_wgmma_supports(const PagedAttention& args, const AttentionParams& params) {
-  if (args.query.dtype != DType::bf16 && args.query.dtype != DType::f16) return false;
+  if ((args.query.dtype != DType::bf16 && args.query.dtype != DType::f16) || args.key_cache.dtype != args.query.dtype) return false;
   if (params.head_size % 8 != 0 || params.head_size > kMaxHeadSize || !params.vectors) return false;
   if (!vector_aligned(args.query, params.query_token_stride) || !vector_aligned(args.query, params.query_head_stride) ||
       !vector_aligned(args.out, params.out_token_stride) || !vector_aligned(args.out, params.out_head_stride)) {

@@ -14,7 +14,7 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kElements = kMaxHeadSize / 32;
 
-template <typename T>
+template <typename T>  // of the caches
 __global__ void __launch_bounds__(32 * kWarps) simple_attention_kernel(const AttentionParams p) {
   const int lane = threadIdx.x % 32;
   const int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
@@ -23,11 +23,12 @@ __global__ void __launch_bounds__(32 * kWarps) simple_attention_kernel(const Att
   const Row row = token_row(p, item / p.num_query_heads);
   if (row.request < 0) return;
 
-  const T* query_row = static_cast<const T*>(p.query) + row.token * p.query_token_stride + head * p.query_head_stride;
+  const int64_t query_row = row.token * p.query_token_stride + head * p.query_head_stride;
+  const float scale = p.scale * head_scale(p.key_scale, kv_head);
   float query[kElements], accumulator[kElements];
 #pragma unroll
   for (int e = 0; e < kElements; ++e) {
-    query[e] = lane + 32 * e < p.head_size ? to_float(query_row[lane + 32 * e]) * p.scale : 0.0f;
+    query[e] = lane + 32 * e < p.head_size ? load_query<T>(p, query_row + lane + 32 * e) * scale : 0.0f;
     accumulator[e] = 0.0f;
   }
   const int32_t* table = p.block_tables + row.request * p.table_stride;
@@ -60,10 +61,11 @@ __global__ void __launch_bounds__(32 * kWarps) simple_attention_kernel(const Att
   }
 
   const RowEnd end = end_row(p, top, sum, head);
-  T* out_row = static_cast<T*>(p.out) + row.token * p.out_token_stride + head * p.out_head_stride;
+  const int64_t out_row = row.token * p.out_token_stride + head * p.out_head_stride;
+  const float factor = end.factor * head_scale(p.value_scale, kv_head);
 #pragma unroll
   for (int e = 0; e < kElements; ++e) {
-    if (lane + 32 * e < p.head_size) out_row[lane + 32 * e] = from_float<T>(accumulator[e] * end.factor);
+    if (lane + 32 * e < p.head_size) store_out<T>(p, out_row + lane + 32 * e, accumulator[e] * factor);
   }
   if (lane == 0 && p.lse != nullptr) p.lse[row.token * p.lse_token_stride + head * p.lse_head_stride] = end.lse;
 }
@@ -72,7 +74,7 @@ __global__ void __launch_bounds__(32 * kWarps) simple_attention_kernel(const Att
 
 void launch_simple_attention(const AttentionParams& params, DType dtype, Stream stream) {
   const char* op = "paged_attention (path simple)";
-  dispatch_float(dtype, op, [&](auto tag) {
+  dispatch_cache(dtype, op, [&](auto tag) {
     using T = typename decltype(tag)::type;
     launch(op, simple_attention_kernel<T>, ceil_div(params.num_tokens * params.num_query_heads, kWarps), 32 * kWarps, 0,
            stream, params);

@@ -13,6 +13,18 @@ namespace research_engine::cuda::prefill {
 constexpr int kGroupThreads = 128;  // of a warpgroup
 constexpr int kGroupRows = 64;      // of a consumer's tile
 
+// Variants, for measuring: warps of the producer warpgroup that bring keys and values (the others plan and bring queries), and
+// whether they do so by asynchronous copies of 16 bytes a thread instead of a tensor copy a cache block.
+#ifndef RESEARCH_ENGINE_PREFILL_COPIERS
+#define RESEARCH_ENGINE_PREFILL_COPIERS 1
+#endif
+#ifndef RESEARCH_ENGINE_PREFILL_CP_ASYNC
+#define RESEARCH_ENGINE_PREFILL_CP_ASYNC 0
+#endif
+constexpr int kCopiers = RESEARCH_ENGINE_PREFILL_COPIERS;
+constexpr bool kTensorCopies = RESEARCH_ENGINE_PREFILL_CP_ASYNC == 0;
+static_assert(kCopiers >= 1 && kCopiers <= 3);
+
 // Sizes for heads of up to kD elements.
 template <int kD> struct WgmmaShape {
   static constexpr int kConsumers = 2;
@@ -111,54 +123,71 @@ template <int kRows, int kKeys> __device__ bool plan_tile(const PrefillParams& p
   return true;
 }
 
-// Producer warp 0: keys and values of one tile after another, in the order in which the consumers use them.
-template <int kD> class CacheCopier {
+// The first producer warps: keys and values of one tile after another, in the order in which the consumers use them. T: of the caches.
+template <typename T, int kD> class CacheCopier {
   using Shape = WgmmaShape<kD>;
   static constexpr int kBatch = 8;
+  // Tiles of a warp's asynchronous copies under way. A consumer holds a slot until the next two are full, so that a producer that
+  // waits for a slot must have handed over all but the last kSlots - 3.
+  static constexpr int kLag = Shape::kSlots >= 5 ? 2 : 1;
 
  public:
-  __device__ __forceinline__ CacheCopier(const PrefillParams& p, Control<kD>* control, uint32_t ring, int lane)
-      : p_(p), control_(control), ring_(ring), lane_(lane) {}
+  __device__ __forceinline__ CacheCopier(const PrefillParams& p, Control<kD>* control, uint32_t ring, int warp, int lane)
+      : p_(p), control_(control), ring_(ring), warp_(warp), lane_(lane) {}
 
   __device__ __forceinline__ void run() {
     Place<Shape::kQuerySlots> plan;
-    if (lane_ == 0) {
+    if (kTensorCopies && lane_ == 0) {
       prefetch_map(&p_.keys);
       prefetch_map(&p_.values);
     }
     while (true) {
-      mbarrier_wait(shared_address(&control_->planned[plan.slot]), plan.parity);
+      const uint32_t planned = shared_address(&control_->planned[plan.slot]);
+      if (!kTensorCopies && !__all_sync(0xffffffffu, mbarrier_try_wait(planned, plan.parity))) hand_over<0>();
+      mbarrier_wait(planned, plan.parity);
       tile_ = control_->tile[plan.slot];
       __syncwarp();
       mbarrier_arrive(shared_address(&control_->queries_empty[plan.slot]));
       plan.next();
-      if (tile_.steps < 0) return;
+      if (tile_.steps < 0) break;
       for (int step = tile_.steps - 1; step >= -1; --step) {
-        if (step >= 0) copy(&p_.keys, step);
-        if (step + 1 < tile_.steps) copy(&p_.values, step + 1);
+        if (step >= 0) copy(false, step);
+        if (step + 1 < tile_.steps) copy(true, step + 1);
       }
     }
+    if (!kTensorCopies) hand_over<0>();
   }
 
  private:
-  __device__ __forceinline__ void copy(const CUtensorMap* map, int step) {
+  __device__ __forceinline__ void copy(bool values, int step) {
+    if constexpr (kTensorCopies) {
+      copy_boxes(values ? &p_.values : &p_.keys, step);
+    } else {
+      copy_rows(values, step);
+    }
+    place_.next();
+  }
+
+  __device__ __forceinline__ void copy_boxes(const CUtensorMap* map, int step) {
     const AttentionParams& a = p_.attention;
     const int32_t* table = a.block_tables + tile_.request * a.table_stride;
     const int first = tile_.start + step * Shape::kKeys;
     const int copies = (min(Shape::kKeys, tile_.seq_len - first) + p_.copy_rows - 1) / p_.copy_rows;
+    const int mine = (copies - warp_ + kCopiers - 1) / kCopiers;  // copies warp, warp + kCopiers, ...
     const uint32_t full = shared_address(&control_->full[place_.slot]);
-    uint32_t target = ring_ + place_.slot * Shape::kSlotBytes;
-    for (int done = 0; done < copies; done += 32) {
-      const int key = first + (done + lane_) * p_.copy_rows;
+    const uint32_t slot = ring_ + place_.slot * Shape::kSlotBytes;
+    for (int done = 0; done == 0 || done < mine; done += 32) {
+      const int copy = warp_ + (done + lane_) * kCopiers;
+      const int key = first + copy * p_.copy_rows;
       const int column = a.block_size.divide(key);
       const int row = key - column * static_cast<int>(a.block_size.value);
-      const int block = done + lane_ < copies ? table[column] : 0;
+      const int block = copy < copies ? table[column] : 0;
       if (done == 0) {
         mbarrier_wait(shared_address(&control_->empty[place_.slot]), place_.parity ^ 1);
-        if (lane_ == 0) mbarrier_arrive_expect(full, copies * p_.copy_rows * Shape::kAtoms * kAtomRow);
+        if (lane_ == 0) mbarrier_arrive_expect(full, mine * p_.copy_rows * Shape::kAtoms * kAtomRow);
         __syncwarp();
       }
-      const int here = min(32, copies - done);
+      const int here = min(32, mine - done);
       for (int i = 0; i < here; i += kBatch) {  // ids first, then copies back to back: the issuing lane waits once a batch
         int from_block[kBatch], from_row[kBatch];
 #pragma unroll
@@ -170,25 +199,66 @@ template <int kD> class CacheCopier {
 #pragma unroll
           for (int u = 0; u < kBatch; ++u) {
             if (i + u >= here) break;
+            const uint32_t target = slot + (warp_ + (done + i + u) * kCopiers) * p_.copy_rows * kAtomRow;
 #pragma unroll
             for (int atom = 0; atom < Shape::kAtoms; ++atom) {
-              tensor_copy(target + u * p_.copy_rows * kAtomRow + atom * Shape::kKeyAtom, map, full, atom * 64, from_row[u],
-                          tile_.kv_head, from_block[u]);
+              tensor_copy(target + atom * Shape::kKeyAtom, map, full, atom * 64, from_row[u], tile_.kv_head, from_block[u]);
             }
           }
         }
-        target += kBatch * p_.copy_rows * kAtomRow;
       }
     }
-    place_.next();
+  }
+
+  // The same tile row by row: a lane finds a row's place, 16-byte chunks are shared out over the lanes and the copying warps.
+  __device__ __forceinline__ void copy_rows(bool values, int step) {
+    constexpr int kChunks = kD / 8;
+    const AttentionParams& a = p_.attention;
+    const int32_t* table = a.block_tables + tile_.request * a.table_stride;
+    const int first = tile_.start + step * Shape::kKeys;
+    const int rows = min(Shape::kKeys, tile_.seq_len - first);
+    const T* cache = static_cast<const T*>(values ? a.value_cache : a.key_cache) +
+                     tile_.kv_head * (values ? a.value_head_stride : a.key_head_stride);
+    const int64_t block_stride = values ? a.value_block_stride : a.key_block_stride;
+    const uint32_t slot = ring_ + place_.slot * Shape::kSlotBytes;
+    for (int base = 0; base < rows; base += 32) {
+      const int key = first + min(base + lane_, rows - 1);
+      const int column = a.block_size.divide(key);
+      const int64_t offset = table[column] * block_stride +
+                             static_cast<int64_t>(key - column * static_cast<int>(a.block_size.value)) * a.head_size;
+      if (base == 0) mbarrier_wait(shared_address(&control_->empty[place_.slot]), place_.parity ^ 1);
+#pragma unroll 8
+      for (int i = warp_; i < kChunks; i += kCopiers) {  // 32 rows of kChunks chunks are kChunks instructions
+        const int item = i * 32 + lane_, row = item / kChunks, chunk = item % kChunks;
+        const int64_t from = __shfl_sync(0xffffffffu, offset, row);
+        if (base + row >= rows) continue;  // what such a row holds is masked, and cleared from values
+        copy_async_16(slot + chunk / 8 * Shape::kKeyAtom + (base + row) * kAtomRow + ((chunk ^ row) & 7) * 16,
+                      cache + (chunk * 8 < a.head_size ? from + chunk * 8 : from), chunk * 8 < a.head_size);
+      }
+    }
+    commit_copies();
+    if (++pending_ > kLag) hand_over<kLag>();
+  }
+
+  // Hands over all tiles but the last kLeft: their copies are complete and visible to the products.
+  template <int kLeft> __device__ __forceinline__ void hand_over() {
+    if (pending_ <= kLeft) return;
+    wait_copies<kLeft>();
+    async_proxy_fence();
+    __syncwarp();
+    for (; pending_ > kLeft; --pending_) {
+      if (lane_ == 0) mbarrier_arrive(shared_address(&control_->full[ready_.slot]));
+      ready_.next();
+    }
   }
 
   const PrefillParams& p_;
   Control<kD>* control_;
   uint32_t ring_;
-  int lane_;
+  int warp_, lane_;
   Tile tile_;
-  Place<Shape::kSlots> place_;
+  Place<Shape::kSlots> place_, ready_;  // ready_: the oldest tile that is not handed over
+  int pending_ = 0;
 };
 
 // The block's next item of work: its own number first, then from the counter, or to and fro: 0 1 2 | 5 4 3 | 6 7 8 | ...
@@ -208,7 +278,7 @@ __device__ __forceinline__ void end_dealing(const PrefillParams& p) {
   if (atomicAdd(p.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) p.counters[0] = p.counters[1] = 0;
 }
 
-// Producer warps 1 to 3: the first plans, all bring queries.
+// The other producer warps: the first plans, all bring queries.
 template <typename T, int kD>
 __device__ __forceinline__ void bring_queries(const PrefillParams& p, Control<kD>* control, uint32_t queries, int warp, int lane) {
   using Shape = WgmmaShape<kD>;
@@ -218,7 +288,7 @@ __device__ __forceinline__ void bring_queries(const PrefillParams& p, Control<kD
   for (int round = 0;;) {
     const uint32_t planned = shared_address(&control->planned[place.slot]);
     const uint32_t full = shared_address(&control->queries_full[place.slot]);
-    if (warp == 1) {
+    if (warp == kCopiers) {
       mbarrier_wait(shared_address(&control->queries_empty[place.slot]), place.parity ^ 1);
       Tile tile{};
       int item;
@@ -238,7 +308,7 @@ __device__ __forceinline__ void bring_queries(const PrefillParams& p, Control<kD
                         tile.kv_head * a.group_size * a.query_head_stride;
       const uint32_t target = queries + place.slot * Shape::kQueryBytes;
 #pragma unroll 4
-      for (int i = (warp - 1) * 32 + lane; i < Shape::kRows * kChunks; i += 3 * 32) {
+      for (int i = (warp - kCopiers) * 32 + lane; i < Shape::kRows * kChunks; i += (4 - kCopiers) * 32) {
         const int row = i / kChunks, chunk = i % kChunks;
         const int index = tile.first_row + row;
         const bool valid = index < tile.total_rows && chunk * 8 < a.head_size;
@@ -256,7 +326,7 @@ __device__ __forceinline__ void bring_queries(const PrefillParams& p, Control<kD
     if (tile.steps < 0) break;
     place.next();
   }
-  if (warp == 1 && lane == 0) end_dealing(p);
+  if (warp == kCopiers && lane == 0) end_dealing(p);
 }
 
 }  // namespace research_engine::cuda::prefill

@@ -75,9 +75,12 @@ void write_rows(const TensorView& key, const TensorView& value, const TensorView
 }  // namespace
 
 void reshape_and_cache(TensorView key, TensorView value, TensorView key_cache, TensorView value_cache,
-                       TensorView slot_mapping, Stream stream) {
+                       TensorView slot_mapping, TensorView key_scale, TensorView value_scale, Stream stream) {
   if (slot_mapping.shape[0] == 0 || key.numel() == 0) return;
   const DeviceGuard guard(key.device, kOp);
+  if (key_cache.dtype != key.dtype) {  // in rotary.cu: a rotation of nothing
+    return write_quantized(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale, stream);
+  }
   if (rows_aligned(key, key_cache) && rows_aligned(value, value_cache)) {
     return write_rows<uint4>(key, value, key_cache, value_cache, slot_mapping, stream);
   }

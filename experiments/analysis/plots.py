@@ -1,8 +1,9 @@
-"""Plots of an experiment, for a screen and for a paper: PNG and PDF, colour-blind safe, told apart without colour."""
+"""What all plots share, and the distributions: PNG and PDF, colour-blind safe, told apart without colour."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from experiments.storage import write_with
 
-# Okabe and Ito's colours, darkest first, each with a line style of its own for print without colour.
+# Okabe and Ito's colours, darkest first, each with a line style and a marker of its own for print without colour.
 STYLES: tuple[tuple[str, Any], ...] = (
     ("#0072B2", "-"),
     ("#D55E00", (0, (5, 1.5))),
@@ -21,10 +22,13 @@ STYLES: tuple[tuple[str, Any], ...] = (
     ("#E69F00", (0, (8, 2))),
     ("#56B4E9", (0, (2, 2))),
 )
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+WIDTH = 7.2  # inches: a paper's two columns
 _PANELS = (("ttft", "TTFT (s)"), ("itl", "inter-token latency (s)"), ("e2e", "end-to-end latency (s)"))
 _SETTINGS = {
     "font.size": 8,
     "axes.labelsize": 8,
+    "axes.titlesize": 8,
     "legend.fontsize": 8,
     "xtick.labelsize": 7,
     "ytick.labelsize": 7,
@@ -32,6 +36,56 @@ _SETTINGS = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
+
+
+def line_style(index: int) -> tuple[str, Any]:
+    """Colour and line of curve `index`; the second round of colours has other lines, so that 49 curves all differ."""
+    around, at = divmod(index, len(STYLES))
+    return STYLES[at][0], STYLES[(at + 3 * around) % len(STYLES)][1]
+
+
+def marker(index: int) -> str:
+    """Of curve `index`, as its line."""
+    around, at = divmod(index, len(MARKERS))
+    return MARKERS[(at + 3 * around) % len(MARKERS)]
+
+
+@contextmanager
+def drawing(title: str, height: float) -> Iterator[Any]:
+    """An empty figure of the paper's width, in the project's style, with one line on top.
+
+    Args:
+        title: the line.
+        height: inches.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(_SETTINGS):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        figure.suptitle(title, fontsize=8, x=0.01, ha="left")
+        yield figure
+
+
+def legend_below(figure: Any, axis: Any) -> None:
+    """One legend for all panels; the figure grows by its rows."""
+    handles, labels = axis.get_legend_handles_labels()
+    if not labels:
+        return
+    longest = max(map(len, labels))
+    columns = max(1, min(len(labels), int(105 / (longest + 9))))
+    rows = -(-len(labels) // columns)
+    figure.set_figheight(figure.get_figheight() + 0.16 * (rows - 1))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, handlelength=3.2)
+
+
+def save(figure: Any, path: Path) -> list[Path]:
+    """Write path.png and path.pdf; the same figure gives the same bytes."""
+    files = [path.with_name(path.name + suffix) for suffix in (".png", ".pdf")]
+    for file in files:
+        metadata: dict[str, Any] = {"CreationDate": None} if file.suffix == ".pdf" else {}
+        write_with(file, partial(figure.savefig, dpi=200, metadata=metadata))
+    return files
 
 
 def latency_cdf(latencies: Mapping[str, Mapping[str, Sequence[float]]], title: str, path: Path) -> list[Path]:
@@ -45,11 +99,7 @@ def latency_cdf(latencies: Mapping[str, Mapping[str, Sequence[float]]], title: s
     Returns:
         The files written: path.png and path.pdf.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context(_SETTINGS):
-        figure = Figure(figsize=(7.2, 2.7), layout="constrained")
+    with drawing(title, 2.7) as figure:
         axes = figure.subplots(1, len(_PANELS), sharey=True)
         for axis, (name, label) in zip(axes, _PANELS, strict=True):
             for share in (0.5, 0.9, 0.99):
@@ -62,22 +112,8 @@ def latency_cdf(latencies: Mapping[str, Mapping[str, Sequence[float]]], title: s
             axis.set(xlabel=label, ylim=(0, 1.02))
         axes[0].set_ylabel("share at or below")
         axes[0].set_yticks([0, 0.25, 0.5, 0.75, 0.9, 1.0])
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False, handlelength=3.2
-        )
-        figure.suptitle(title, fontsize=8, x=0.01, ha="left")
-        files = [path.with_suffix(".png"), path.with_suffix(".pdf")]
-        for file in files:
-            metadata: dict[str, Any] = {"CreationDate": None} if file.suffix == ".pdf" else {}
-            write_with(file, partial(figure.savefig, dpi=200, metadata=metadata))
-    return files
-
-
-def line_style(index: int) -> tuple[str, Any]:
-    """Colour and line of curve `index`; the second round of colours has other lines, so that 49 curves all differ."""
-    around, at = divmod(index, len(STYLES))
-    return STYLES[at][0], STYLES[(at + 3 * around) % len(STYLES)][1]
+        legend_below(figure, axes[0])
+        return save(figure, path)
 
 
 def _steps(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:

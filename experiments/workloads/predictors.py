@@ -22,7 +22,8 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from experiments.settings import Settings, nearest_first
-from experiments.workloads.lengths import WorkloadError, existing_file
+from experiments.workloads.samples import WorkloadError
+from experiments.workloads.trace_files import existing_file
 
 TAU_WITHIN = 0.02
 Floats = npt.NDArray[np.float64]

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from research_engine.bench import kernel_problems as problems
 from research_engine.bench.kernel_problems import Problem, Setting, Sizes
+from research_engine.bench.quantized_problems import make_quantized_matmul
 from research_engine.kernels.attention import CPU_PATHS, PATHS
 
-DEFAULT_SIZES = {"Hq": 32, "Hkv": 8, "D": 128, "block": 16}
+DEFAULT_SIZES = {"Hq": 32, "Hkv": 8, "D": 128, "block": 16, "group": 128}
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class Op:
     all_paths: bool = False
     has_product: bool = False
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of a shape's numbers, in their order."""
+        return tuple(re.split("[x/:]", self.form))
+
     def parse(self, text: str) -> dict[str, int]:
         """The sizes of a shape, `128x4096:32/8/128:16` for the form `BxL:Hq/Hkv/D:block`.
 
@@ -100,14 +106,37 @@ def attention_work(sizes: Sizes, element_size: int, path: str) -> Work:
     return Work(elements * element_size, 4 * batch * sizes["Hq"] * sizes["D"] * visible, "read")
 
 
+def float8_attention_work(sizes: Sizes, element_size: int, path: str) -> Work:
+    """The same with K and V of one byte an element."""
+    whole = attention_work(sizes, element_size, path)
+    spared = 2 * sizes["B"] * sizes["L"] * sizes["Hkv"] * sizes["D"] * (element_size - 1)
+    return Work(whole.bytes - spared, whole.operations, whole.bandwidth)
+
+
 def _blocks_bytes(sizes: Sizes, element_size: int) -> int:
     return 2 * sizes["P"] * sizes["layers"] * sizes["Hkv"] * sizes["block"] * sizes["D"] * element_size
+
+
+SAMPLING_PATHS = ("greedy", "plain", "top_k_top_p", "top_p", "all")
 
 
 def swap_work(sizes: Sizes, element_size: int, path: str) -> Work:
     """Over the link between GPU and host a byte counts once, in memory alone twice."""
     moved = _blocks_bytes(sizes, element_size)
     return Work(2 * moved, 0, "copy") if path == "auto" else Work(moved, 0, "to host" if path == "out" else "to device")
+
+
+def _quantized_op(kind: str, bits: int) -> Op:
+    """Products with weights of a kind; the bytes of scales and zeros are those of two bytes and one a group."""
+
+    def work(sizes: Sizes, element_size: int, path: str) -> Work:
+        n, k, rows = sizes["N"], sizes["K"], sizes["T"]
+        weight = n * k * bits // 8 + n * -(-k // sizes["group"]) * 3
+        return Work(weight + rows * (n + k) * element_size, 2 * rows * n * k, "read")
+
+    cuda = tuple(f"{t}x{shape}:128" for shape in ("4096x14336", "28672x4096") for t in (1, 4, 8, 16, 64))
+    cpu = ("1x1024x2048:128", "8x1024x2048:128")
+    return Op("TxNxK:group", cuda, cpu, work, make_quantized_matmul(kind), has_product=True)
 
 
 _DECODE_SHAPES = (
@@ -143,6 +172,15 @@ OPS: dict[str, Op] = {
         tuple(PATHS),
         CPU_PATHS,
         has_product=True,
+    ),
+    "decode_float8": Op(
+        "BxL:Hq/Hkv/D:block",
+        ("1x32768:32/8/128:16", "8x32768:32/8/128:16", "32x8192:32/8/128:16", "64x32768:32/8/128:16"),
+        ("1x512:32/8/128:16",),
+        float8_attention_work,
+        problems.make_float8_attention,
+        tuple(PATHS),
+        CPU_PATHS,
     ),
     "prefill": Op(
         "BxqxL:Hq/Hkv/D:block",
@@ -184,12 +222,22 @@ OPS: dict[str, Op] = {
         ),
         problems.make_rotary_embedding,
     ),
+    "w4a16": _quantized_op("int4", 4),
+    "w8a16": _quantized_op("int8", 8),
+    "w8a16_float8": _quantized_op("float8", 8),
     "reshape_and_cache": Op(
         "T:Hkv/D:block",
         ("256:8/128:16", "8192:8/128:16"),
         ("512:8/128:16",),
         lambda s, e, path: Work(4 * s["T"] * s["Hkv"] * s["D"] * e, 0, "copy"),
         problems.make_reshape_and_cache,
+    ),
+    "gather_cache": Op(
+        "BxL:Hkv/D:block",
+        ("8x8192:8/128:16", "64x4096:8/128:16"),
+        ("4x512:8/128:16",),
+        lambda s, e, path: Work(4 * s["B"] * s["L"] * s["Hkv"] * s["D"] * e, 0, "copy"),
+        problems.make_gather_cache,
     ),
     "copy_blocks": Op(
         "Pxlayers:Hkv/D:block",
@@ -205,6 +253,16 @@ OPS: dict[str, Op] = {
         swap_work,
         problems.make_swap_blocks,
         cuda_paths=("out", "in"),
+        all_paths=True,
+    ),
+    "sample": Op(
+        "SxV",
+        ("1x131072", "32x131072", "256x131072"),
+        ("16x49152",),
+        lambda s, e, path: Work(s["S"] * s["V"] * e, 10 * s["S"] * s["V"], "read"),
+        problems.make_sample,
+        cuda_paths=SAMPLING_PATHS,
+        cpu_paths=SAMPLING_PATHS,
         all_paths=True,
     ),
 }

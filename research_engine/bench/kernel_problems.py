@@ -12,6 +12,7 @@ from research_engine import kernels
 from research_engine.bench import kernel_peers
 from research_engine.bench.kernel_peers import AttentionInputs
 from research_engine.bench.kernel_timing import Results, Run
+from research_engine.executors.philox import uniform
 from research_engine.kernels import reference
 
 Sizes = Mapping[str, int]  # of a shape, by the names of the op's form
@@ -31,6 +32,7 @@ class Setting:
     dtype: torch.dtype
     path: str
     seed: int = 0
+    split_size: int | None = None  # of attention: keys that one work item takes; None lets the kernel choose
 
     def generator(self) -> torch.Generator:
         """A fresh one of this setting's device and seed."""
@@ -72,8 +74,8 @@ def sample(count: int, limit: int, setting: Setting) -> torch.Tensor:
     return torch.cat((between, torch.tensor([0, count - 1], device=setting.device))).sort().values
 
 
-def make_attention(sizes: Sizes, setting: Setting) -> Problem:
-    """Requests of one length over a cache whose blocks lie in random order."""
+def make_attention(sizes: Sizes, setting: Setting, cache_dtype: torch.dtype | None = None) -> Problem:
+    """Requests of one length over a cache, of float8 or int8 if asked, whose blocks lie in random order."""
     batch, queries, keys, head_size = sizes["B"], sizes.get("q", 1), sizes["L"], sizes["D"]
     device, random = setting.device, setting.generator()
     per_request = -(-keys // sizes["block"])
@@ -85,8 +87,8 @@ def make_attention(sizes: Sizes, setting: Setting) -> Problem:
     blocks = torch.randperm(cache_shape[0], dtype=torch.int32, device=device, generator=random)
     inputs = AttentionInputs(
         query=normal(batch * queries, sizes["Hq"], head_size),
-        key_cache=normal(*cache_shape),
-        value_cache=normal(*cache_shape),
+        key_cache=normal(*cache_shape).to(cache_dtype or setting.dtype),
+        value_cache=normal(*cache_shape).to(cache_dtype or setting.dtype),
         block_tables=blocks.view(batch, per_request),
         query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=device) * queries,
         seq_lens=torch.full((batch,), keys, dtype=torch.int32, device=device),
@@ -102,6 +104,7 @@ def make_attention(sizes: Sizes, setting: Setting) -> Problem:
             inputs.key_cache,
             inputs.block_tables,
             path=setting.path,
+            split_size=setting.split_size,
             max_query_len=queries,
             max_seq_len=keys,
         )
@@ -117,6 +120,7 @@ def make_attention(sizes: Sizes, setting: Setting) -> Problem:
             scale=inputs.scale,
             out=out,
             path=setting.path,
+            split_size=setting.split_size,
             workspace=workspace,
             max_query_len=queries,
             max_seq_len=keys,
@@ -130,12 +134,19 @@ def make_attention(sizes: Sizes, setting: Setting) -> Problem:
         reset=lambda: _poison(out),
         error=lambda results: relative_error(results[0].reshape(out.shape)[rows], expected),
         tolerance=TOLERANCES[setting.dtype],
-        peers={
+        peers={}
+        if cache_dtype is not None
+        else {
             "torch": lambda: kernel_peers.sdpa(inputs),
             "FlashInfer": lambda: kernel_peers.flashinfer(inputs),
             "FlashAttention-3": lambda: kernel_peers.flash_attention_3(inputs),
         },
     )
+
+
+def make_float8_attention(sizes: Sizes, setting: Setting) -> Problem:
+    """The same over a cache of float8_e4m3fn, scales of one."""
+    return make_attention(sizes, setting, torch.float8_e4m3fn)
 
 
 def _oracle_rows(inputs: AttentionInputs, rows: torch.Tensor) -> torch.Tensor:
@@ -310,6 +321,39 @@ def make_reshape_and_cache(sizes: Sizes, setting: Setting) -> Problem:
     )
 
 
+def make_gather_cache(sizes: Sizes, setting: Setting) -> Problem:
+    """B requests of L tokens each out of blocks in random order."""
+    batch, length, block_size = sizes["B"], sizes["L"], sizes["block"]
+    per_request = -(-length // block_size)
+    shape = (batch * per_request, sizes["Hkv"], block_size, sizes["D"])
+    key_cache, value_cache = _normals(setting, shape, shape)
+    order = torch.randperm(shape[0], dtype=torch.int32, device=setting.device, generator=setting.generator())
+    tables = order.view(batch, per_request)
+    start_loc = torch.arange(batch + 1, dtype=torch.int32, device=setting.device) * length
+    key = torch.empty(batch * length, sizes["Hkv"], sizes["D"], dtype=setting.dtype, device=setting.device)
+    value, rows = torch.empty_like(key), sample(batch * length, SAMPLED_ROWS, setting)
+    blocks, offsets = tables[rows // length, rows % length // block_size].long(), rows % length % block_size
+    expected = key_cache[blocks, :, offsets], value_cache[blocks, :, offsets]
+
+    def run() -> Results:
+        kernels.gather_cache(key_cache, value_cache, tables, start_loc, key, value)
+        return key, value
+
+    def by_torch() -> Results:
+        gathered = (cache[tables.long()].transpose(2, 3) for cache in (key_cache, value_cache))
+        return tuple(whole.flatten(1, 2)[:, :length].flatten(0, 1) for whole in gathered)
+
+    return Problem(
+        run,
+        reset=lambda: _poison(key, value),
+        error=lambda results: max(
+            relative_error(result[rows], wanted) for result, wanted in zip(results, expected, strict=True)
+        ),
+        tolerance=0.0,
+        peers={"torch": lambda: by_torch},
+    )
+
+
 def make_copy_blocks(sizes: Sizes, setting: Setting) -> Problem:
     """Half of a cache's blocks onto the other half, in random order."""
     pairs_count = sizes["P"]
@@ -367,6 +411,97 @@ def make_swap_blocks(sizes: Sizes, setting: Setting) -> Problem:
         peers={"torch": lambda: by_torch},
         capturable=False,
     )
+
+
+def make_sample(sizes: Sizes, setting: Setting) -> Problem:
+    """Rows with a few likely tokens over a normal background, as models give them; the path says which options are on.
+
+    "all" adds penalties over 500 seen tokens, two biases, a mask that allows everything, and 5 log-probabilities.
+    """
+    rows, vocab_size = sizes["S"], sizes["V"]
+    device, path = setting.device, setting.path
+    logits = torch.randn(rows, vocab_size, device=device, generator=setting.generator()) * 2
+    likely = torch.randint(vocab_size, (rows, 40), device=device, generator=setting.generator())
+    logits.scatter_add_(1, likely, torch.full((rows, 40), 9.0, device=device))
+    logits = logits.to(setting.dtype)
+
+    def full(value: float, dtype: torch.dtype = torch.float32, *shape: int) -> torch.Tensor:
+        return torch.full((rows, *shape), value, dtype=dtype, device=device)
+
+    arguments = {
+        "temperature": full(0.0 if path == "greedy" else 0.8),
+        "seeds": torch.arange(rows, device=device),
+        "positions": torch.arange(rows, device=device),
+    }
+    if path in ("top_k_top_p", "all"):
+        arguments["top_k"] = full(50, torch.int32)
+    if path in ("top_k_top_p", "top_p", "all"):
+        arguments["top_p"] = full(0.9)
+    if path == "all":
+        seen = torch.arange(500, dtype=torch.int32, device=device).expand(rows, -1).contiguous()
+        arguments |= {
+            "min_p": full(0.01), "repetition_penalty": full(1.1), "presence_penalty": full(0.1),
+            "frequency_penalty": full(0.1), "seen_tokens": seen, "seen_counts": torch.ones_like(seen),
+            "seen_lengths": full(500, torch.int32), "slots": torch.arange(rows, dtype=torch.int32, device=device),
+            "bias_tokens": seen[:, :2].contiguous(), "bias_values": full(1.0, torch.float32, 2),
+            "allowed_tokens": full(-1, torch.int32, -(-vocab_size // 32)),
+        }  # fmt: skip
+    num_logprobs = 5 if path == "all" else None
+    out = kernels.Sampled(full(-9, torch.int64))
+    if num_logprobs is not None:
+        top = full(-9, torch.int64, num_logprobs), full(0.0, torch.float32, num_logprobs)
+        out = kernels.Sampled(out.token_ids, full(0.0), full(0, torch.int64), *top)
+    size = kernels.sample_workspace(logits)
+    workspace = torch.empty(size, device=device) if size else None
+    some = sample(rows, SAMPLED_QUERIES, setting)
+    of_rows = {name: tensor[some] for name, tensor in arguments.items()}
+    if "slots" in of_rows:
+        of_rows["slots"] = torch.arange(len(some), dtype=torch.int32, device=device)
+    expected = reference.sampling_distribution(
+        logits[some], of_rows.pop("temperature"),
+        **{name: tensor for name, tensor in of_rows.items() if name not in ("seeds", "positions")},
+    )  # fmt: skip
+    us = torch.from_numpy(uniform(arguments["seeds"][some].tolist(), arguments["positions"][some].tolist()))
+
+    def run() -> Results:
+        kernels.sample(logits, **arguments, num_logprobs=num_logprobs, out=out, workspace=workspace)  # type: ignore[arg-type]
+        return (out.token_ids,)
+
+    def error(results: Results) -> float:
+        """How far u is from what the drawn token covers of the running sum; a peer draws by numbers of its own."""
+        token = results[0][some].cpu()[:, None]
+        if bool((token < 0).any()):
+            return float("inf")
+        share = expected.gather(1, token)[:, 0]
+        if results[0] is not out.token_ids:
+            return float((share == 0).sum())
+        until = expected.cumsum(1).gather(1, token)[:, 0]
+        return float(torch.maximum(until - share - us, us - until).clamp_min(0).max())
+
+    def by_torch() -> Results:
+        x = logits.float()
+        if path == "greedy":
+            return (x.argmax(-1),)
+        if path in ("top_k_top_p", "top_p", "all"):
+            ordered, ids = torch.sort(x / 0.8, descending=True)
+            if path != "top_p":
+                ordered[:, 50:] = -torch.inf
+            weights = torch.softmax(ordered, dim=-1)
+            weights[weights.cumsum(-1) - weights > 0.9] = 0
+            return (ids.gather(1, torch.multinomial(weights, 1))[:, 0],)
+        return (torch.multinomial(torch.softmax(x / 0.8, dim=-1), 1)[:, 0],)
+
+    return Problem(
+        run,
+        reset=lambda: _fill(out.token_ids, -9),
+        error=error,
+        tolerance=1e-4,
+        peers={} if path == "all" else {"torch": lambda: by_torch},  # "all" has no short expression in torch
+    )
+
+
+def _fill(tensor: torch.Tensor, value: int) -> None:
+    tensor.fill_(value)
 
 
 def _moved_blocks(source: torch.Tensor, pairs: torch.Tensor, setting: Setting) -> Callable[[Results], float]:

@@ -187,20 +187,29 @@ def run(options: KernelBenchOptions, on_progress: Callable[[str], None] = lambda
 
 def measure_case(case: Case, setting: Setting, options: KernelBenchOptions, timer: Timer) -> list[Measurement]:
     """The project's kernel, then, if that is right, its peers on the same inputs."""
-    op: Op = OPS[case.op]
-    work = op.work(case.sizes, setting.dtype.itemsize, case.path)
     made: list[Problem] = []
+    measurements = [time_case(case, setting, options.repeats, timer, made)]
+    if measurements[0].status == "ok":
+        work = measurements[0].work
+        for name, make in made[0].peers.items():
+            if name == "torch" or options.compare:
+                measurements.append(_measure(case, name, work, make, made, options.repeats, timer))
+    return measurements
+
+
+def time_case(
+    case: Case, setting: Setting, repeats: int, timer: Timer, made: list[Problem] | None = None
+) -> Measurement:
+    """The project's kernel alone: built, checked against the oracle, timed. `made` takes the problem, for its peers."""
+    made = [] if made is None else made
+    op: Op = OPS[case.op]
 
     def build() -> Run:
         made.append(op.build(case.sizes, setting))
         return made[0].run
 
-    measurements = [_measure(case, OURS, work, build, made, options.repeats, timer)]
-    if measurements[0].status == "ok":
-        for name, make in made[0].peers.items():
-            if name == "torch" or options.compare:
-                measurements.append(_measure(case, name, work, make, made, options.repeats, timer))
-    return measurements
+    work = op.work(case.sizes, setting.dtype.itemsize, case.path)
+    return _measure(case, OURS, work, build, made, repeats, timer)
 
 
 def _measure(

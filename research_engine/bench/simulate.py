@@ -6,16 +6,18 @@ import csv
 import random
 import resource
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 import tyro
 
 import schedulers
 from research_engine.engine.config import EngineConfig
 from research_engine.engine.driver import Arrival, replay
+from research_engine.engine.engine import Engine
 from research_engine.engine.sampling_params import SamplingParams
 from research_engine.loading.dummy import DUMMY_MODELS
 from research_engine.simulation.build import kv_blocks_of, simulated_engine
@@ -40,6 +42,7 @@ class SimulateOptions:
         max_num_seqs: requests at once.
         prefix_caching: whether full blocks are hashed and published.
         seed: of arrivals and lengths.
+        parts: also say where a step's time goes; the stopwatches themselves cost some 10 %.
     """
 
     requests: int = 10_000
@@ -51,6 +54,7 @@ class SimulateOptions:
     max_num_seqs: int = 256
     prefix_caching: bool = False
     seed: int = 0
+    parts: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class SimulateReport:
         prompt_tokens, output_tokens, steps: served.
         mean_batch: rows a step.
         peak_mib: resident memory of the process at most.
+        parts: share of the CPU time by part of a step, without overlaps; empty unless asked for.
     """
 
     wall_seconds: float
@@ -74,6 +79,7 @@ class SimulateReport:
     steps: int
     mean_batch: float
     peak_mib: float
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 def run(options: SimulateOptions) -> SimulateReport:
@@ -87,18 +93,59 @@ def run(options: SimulateOptions) -> SimulateReport:
     records = StreamedRecords()
     engine = simulated_engine(config, schedulers.create(options.scheduler), RooflineCost(model, gpu), records=records)
     arrivals = list(_arrivals(options))
+    watches = _watch(engine) if options.parts else {}
     begin, begin_cpu = time.perf_counter(), time.process_time()
     report = replay(engine, arrivals)
+    cpu_seconds = time.process_time() - begin_cpu
     return SimulateReport(
         wall_seconds=time.perf_counter() - begin,
-        cpu_seconds=time.process_time() - begin_cpu,
+        cpu_seconds=cpu_seconds,
         simulated_seconds=report.end - report.start,
         prompt_tokens=sum(record.prompt_tokens for record in records.requests),
         output_tokens=sum(record.output_tokens for record in records.requests),
         steps=records.num_steps,
         mean_batch=records.num_rows / records.num_steps,
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        parts=_shares(watches, cpu_seconds),
     )
+
+
+class _Stopwatch:
+    """Stands in for a method and adds up the process's CPU time in it."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._method, self.seconds = getattr(owner, name), 0.0
+        setattr(owner, name, self)
+
+    def __call__(self, *arguments: Any) -> Any:
+        begin = time.process_time()
+        try:
+            return self._method(*arguments)
+        finally:
+            self.seconds += time.process_time() - begin
+
+
+def _watch(engine: Engine) -> dict[str, _Stopwatch]:
+    """Mutates the engine: its step's parts, and what is inside two of them, run under stopwatches."""
+    watches = {name: _Stopwatch(engine, name) for name in ("view", "plan", "commit", "execute", "update")}
+    watches["cost model"] = _Stopwatch(engine.executor._cost_model, "seconds")  # type: ignore[attr-defined]
+    watches["totals"] = _Stopwatch(engine.records, "add_step")
+    return watches
+
+
+def _shares(watches: Mapping[str, _Stopwatch], total: float) -> dict[str, float]:
+    if not watches:
+        return {}
+    seconds = {name: watch.seconds for name, watch in watches.items()}
+    own = {
+        "schedule": seconds["view"] + seconds["plan"],
+        "commit": seconds["commit"],
+        "cost model": seconds["cost model"],
+        "executor beside it": seconds["execute"] - seconds["cost model"],
+        "update": seconds["update"] - seconds["totals"],
+        "totals of the records": seconds["totals"],
+    }
+    return {**{name: own[name] / total for name in own}, "arrivals and the rest": 1 - sum(own.values()) / total}
 
 
 def _arrivals(options: SimulateOptions) -> Iterator[Arrival]:
@@ -139,6 +186,8 @@ def main(options: SimulateOptions) -> None:
         f"{done.wall_seconds:.1f} s on the clock, {done.cpu_seconds:.1f} s of CPU time, "
         f"{per_token:.1f} us an output token, peak memory {done.peak_mib:.0f} MiB"
     )
+    for name, share in done.parts.items():
+        print(f"{name:<22} {share:6.1%}")
 
 
 if __name__ == "__main__":

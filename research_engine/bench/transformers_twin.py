@@ -67,17 +67,17 @@ class TransformersTwin:
 def _llama_config(config: ModelConfig) -> Any:
     from transformers import LlamaConfig
 
+    if config.architecture != "LlamaForCausalLM" or config.rope is None:
+        raise LoadError(f"the benchmark's baseline is a Llama, not {config.architecture}; use safetensors")
     if config.attention_bias != config.output_bias:
         raise LoadError("the benchmark's baseline has no Llama with biases on some attention projections only")
-    scaling = None
-    if config.rope_scaling is not None:
-        if config.rope_scaling.kind == "factors":
-            raise LoadError(
-                "the benchmark's baseline has no Llama with per-frequency rope factors; use the safetensors"
-            )
+    scaling, of_model = None, config.rope.scaling
+    if of_model is not None:
+        if of_model.kind not in ("linear", "llama3"):
+            raise LoadError(f"the benchmark's baseline has no Llama with {of_model.kind} rope scaling; use safetensors")
         kept = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        keys = kept if config.rope_scaling.kind == "llama3" else kept[:1]
-        scaling = {"rope_type": config.rope_scaling.kind, **{key: getattr(config.rope_scaling, key) for key in keys}}
+        keys = kept if of_model.kind == "llama3" else kept[:1]
+        scaling = {"rope_type": of_model.kind, **{key: getattr(of_model, key) for key in keys}}
     return LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -86,8 +86,8 @@ def _llama_config(config: ModelConfig) -> Any:
         num_attention_heads=config.num_heads,
         num_key_value_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_theta=config.rope_theta,
+        rms_norm_eps=config.norm_eps,
+        rope_theta=config.rope.theta,
         rope_scaling=scaling,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=config.tie_word_embeddings,

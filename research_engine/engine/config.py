@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 from .reservation import RESERVATIONS, Reservation
+
+OnFault = Literal["stop", "go_on"]
+FAULT_WAYS: tuple[str, ...] = get_args(OnFault)
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,13 @@ class EngineConfig:
         eos_token_ids: tokens that end a sequence unless ignore_eos is set.
         seed: base of the seeds of requests that bring none.
         check_integrity: balance the KV cache's books after every step, not only when idle.
+        overlap: schedule and hand over a step while the one before it runs. Tokens are the same; a request that stops
+            by itself is found out one step late.
+        on_fault: what follows when the policy breaks a rule, raises, or takes too long: "stop" raises PlanError or
+            PolicyError, nothing of its plan being done, and the step may be tried again; "go_on" plans that step by
+            arrival instead (fallback.py), and keeps the error in `Engine.faults`.
+        schedule_limit: real seconds that one decision of the policy may take, computing or asleep; time in which a busy
+            machine let it wait for a core isn't counted.
         stall_limit: idle or preempting steps in a row, without any request advancing, before StalledError ends the run.
 
     Raises:
@@ -45,15 +56,22 @@ class EngineConfig:
     eos_token_ids: tuple[int, ...] = ()
     seed: int = 0
     check_integrity: bool = False
+    overlap: bool = False
+    on_fault: OnFault = "stop"
+    schedule_limit: float = 1.0
     stall_limit: int = 1000
 
     def __post_init__(self) -> None:
         if self.reservation not in RESERVATIONS:
             raise ValueError(f"reservation = {self.reservation!r}: must be one of {', '.join(RESERVATIONS)}")
+        if self.on_fault not in FAULT_WAYS:
+            raise ValueError(f"on_fault = {self.on_fault!r}: must be one of {', '.join(FAULT_WAYS)}")
+        if not self.schedule_limit > 0:
+            raise ValueError(f"schedule_limit = {self.schedule_limit!r}: must be seconds > 0 (inf: no limit)")
         least = {"num_host_blocks": 0, "vocab_size": 0, "max_num_queued": 0, "max_model_len": 2}
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if entry.name in ("enable_prefix_caching", "check_integrity", "eos_token_ids", "seed", "reservation"):
+            if entry.type != "int" or entry.name == "seed":
                 continue
             low = least.get(entry.name, 1)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:

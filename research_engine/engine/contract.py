@@ -5,24 +5,27 @@ EngineView -> Scheduler -> SchedulePlan -> (engine commits) -> Batch -> Executor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 from .block_ledger import BlockLedger
 from .config import EngineConfig
-from .request import Request, Status
+from .request import UNKNOWN_TOKEN, Request, Status
 
 if TYPE_CHECKING:
     from .kv_cache import KVCache
     from .records import StepRecord as StepRecord  # policies name it in annotations
 
 __all__ = [
-    "Batch", "BlockLedger", "Clock", "EngineConfig", "EngineView", "Executor", "Preemption", "PreemptionMode",
-    "Request", "SchedulePlan", "ScheduledRequest", "Scheduler", "Status", "StepResult", "TokenLogprobs",
+    "Batch", "BlockLedger", "Clock", "EngineConfig", "EngineView", "Executor", "Fact", "Pending", "Preemption",
+    "PreemptionMode", "Request", "SchedulePlan", "ScheduledRequest", "Scheduler", "Status", "StepResult",
+    "TokenLogprobs", "UNKNOWN_TOKEN",
 ]  # fmt: skip
 
 PreemptionMode = Literal["recompute", "swap"]
+Fact = str | float  # what a policy saw; an int is a float here
 
 
 class Preemption(NamedTuple):
@@ -41,21 +44,32 @@ class SchedulePlan:
         tokens: request id -> how many of its uncomputed tokens to compute now, at least 1; order is the batch's order.
             A waiting request named here is admitted (a swapped one is brought back).
         preempt: running requests that give way; carried out before anything is admitted.
-        reasons: request id -> why it was skipped or chosen, for the decision log only.
+        reasons: request id -> why it was chosen or passed over. This and the next two are for the decision log alone,
+            and wanted only where `view.explains`.
+        seen: request id -> name -> what the policy went by: a rank, a counter, blocks needed and free.
+        rest: why nobody else was looked at.
+        wake_at: for a plan that serves nobody: clock seconds until which the policy wants to wait. It is asked again
+            then, or before that when a request arrives or ends. Without it, it is asked again at once.
     """
 
     tokens: Mapping[str, int] = field(default_factory=dict)
     preempt: Sequence[Preemption] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
+    seen: Mapping[str, Mapping[str, Fact]] = field(default_factory=dict)
+    rest: str = ""
+    wake_at: float | None = None
 
 
 class EngineView:
     """All that a scheduler may know, read-only, at one moment.
 
+    `explains` says whether reasons are wanted: leave them out where they are not, they cost time.
     `running` is in order of admission. `waiting` has preempted requests first (by arrival), then new ones by arrival.
     """
 
-    __slots__ = ("_cache", "_new", "_preempted", "_running", "_running_now", "_waiting_now", "config", "now", "step")
+    __slots__ = (
+        "_cache", "_new", "_preempted", "_running", "_running_now", "_waiting_now", "config", "explains", "now", "step",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -67,8 +81,10 @@ class EngineView:
         running: Mapping[str, Request],
         preempted: Mapping[str, Request],
         new: Mapping[str, Request],
+        explains: bool = False,
     ) -> None:
         self.now = now
+        self.explains = explains
         self.step = step
         self.config = config
         self._cache = cache
@@ -87,9 +103,14 @@ class EngineView:
     @property
     def waiting(self) -> tuple[Request, ...]:
         if self._waiting_now is None:
-            preempted = sorted(self._preempted.values(), key=lambda r: (r.arrival_time, r.index))
-            self._waiting_now = (*preempted, *self._new.values())
+            self._waiting_now = tuple(self.waiting_in_turn())
         return self._waiting_now
+
+    def waiting_in_turn(self) -> Iterator[Request]:
+        """`waiting`, one after the other: for whoever looks at the first few of a long queue."""
+        if self._preempted:
+            yield from sorted(self._preempted.values(), key=lambda r: (r.arrival_time, r.index))
+        yield from self._new.values()
 
     @property
     def num_running(self) -> int:
@@ -155,10 +176,10 @@ class Scheduler(Protocol):
         """A request joined the queue."""
 
     def on_step(self, record: StepRecord) -> None:
-        """A step ended; `record` says who computed how many tokens."""
+        """A step was made; `record` says who computed how many tokens. With overlap its last two times are unknown."""
 
     def on_finish(self, request: Request) -> None:
-        """A request ended, by stop, length or abort."""
+        """A request ended, by stop, length or abort; with overlap, its last token may still be under way."""
 
 
 class ScheduledRequest(NamedTuple):
@@ -185,14 +206,18 @@ class Batch:
 
     Attributes:
         step: number of the step.
-        started, committed: clock seconds when scheduling began and when the plan was committed.
+        started, committed, executed: clock seconds when scheduling began, when the plan was committed and when the
+            result was there.
         rows: in the plan's order.
         num_tokens: tokens of all rows.
         swap_out: (device block, host block) pairs.
         swap_in: (host block, device block) pairs.
         copies: (source, destination) device block pairs, for copy on write.
         admitted: requests that were waiting (or swapped) until this step.
+        received: (request, n): the KV of its first n tokens was computed elsewhere, and the executor has to bring it
+            into the request's blocks before it computes the rows.
         preempted: what each preemption cost.
+        wake_at: of an empty batch: clock seconds until which the policy wants to wait; None to be asked at once.
     """
 
     step: int
@@ -200,11 +225,14 @@ class Batch:
     num_tokens: int
     started: float = 0.0
     committed: float = 0.0
+    executed: float = math.nan
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
+    received: list[tuple[Request, int]] = field(default_factory=list)
     preempted: list[PreemptionRecord] = field(default_factory=list)
+    wake_at: float | None = None
 
 
 class PreemptionRecord(NamedTuple):
@@ -241,13 +269,29 @@ class StepResult:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
 
+    def wait(self) -> StepResult:
+        """Itself: a result that is there is a Pending one, too."""
+        return self
+
+
+class Pending(Protocol):
+    """A step that was handed to a device; the device works on steps in the order in which they came."""
+
+    def wait(self) -> StepResult:
+        """The result, once it is there. Called once."""
+        ...
+
 
 @runtime_checkable
 class Executor(Protocol):
     """Computes batches: on a CPU, a GPU, several GPUs, or in simulated time."""
 
-    def execute(self, batch: Batch) -> StepResult:
-        """Carry out the block moves, compute the rows, draw tokens. Must not change any request."""
+    def execute(self, batch: Batch) -> Pending:
+        """Carry out the block moves, compute the rows, draw tokens; may return before that is done.
+
+        Must not change any request. A row's last token may be UNKNOWN_TOKEN: it is the one drawn for that request by
+        the batch before, which the executor alone knows.
+        """
         ...
 
     def shutdown(self) -> None:

@@ -4,21 +4,24 @@ A log's first line says what it is, then comes a line for every step that decide
 
     {"format": "research_engine.decisions", "version": 1, "policy": "FCFS"}
     {"step": 3, "now": 0.25, "tokens": [["a", 1], ["b", 12]], "preempt": [["c", "recompute", "made room for b"]],
-     "reasons": {"d": "waits: no blocks for it (2 blocks free)"}}
+     "reasons": {"d": "waits: no blocks for it"}, "seen": {"d": {"blocks needed": 4, "blocks free": 2}},
+     "rest": "d could not be admitted, and nobody passes it"}
 
-`tokens` is in the plan's order, which is the batch's; `reasons` are the policy's own words on whom it passed over. A
-step of which nothing is written neither computed nor preempted, and gave no reason.
+`tokens` is in the plan's order, which is the batch's; `reasons`, `seen` and `rest` are what the policy itself says: why
+it chose or passed over a request, by which numbers, and why it looked at nobody else. `wake_at` is there when it chose
+to wait. A step of which nothing is written neither computed nor preempted, and gave no reason.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from .contract import EngineView, Preemption, PreemptionMode, SchedulePlan, Scheduler
+from .contract import EngineView, Fact, Preemption, PreemptionMode, SchedulePlan, Scheduler
 
 _FORMAT = {"format": "research_engine.decisions", "version": 1}
 
@@ -32,7 +35,10 @@ class Decision:
         now: clock seconds of the view that it saw.
         tokens: (request id, tokens) in the plan's order.
         preempt: in the plan's order, with reasons.
-        reasons: request id -> why it was skipped or chosen.
+        reasons: request id -> why it was chosen or passed over.
+        seen: request id -> name -> what the policy went by.
+        rest: why nobody else was looked at.
+        wake_at: clock seconds until which it chose to wait.
     """
 
     step: int
@@ -40,10 +46,13 @@ class Decision:
     tokens: tuple[tuple[str, int], ...]
     preempt: tuple[Preemption, ...] = ()
     reasons: dict[str, str] = field(default_factory=dict)
+    seen: dict[str, dict[str, Fact]] = field(default_factory=dict)
+    rest: str = ""
+    wake_at: float | None = None
 
     @property
     def plan(self) -> SchedulePlan:
-        return SchedulePlan(dict(self.tokens), self.preempt, self.reasons)
+        return SchedulePlan(dict(self.tokens), self.preempt, self.reasons, self.seen, self.rest, self.wake_at)
 
 
 @dataclass
@@ -59,9 +68,11 @@ class DecisionLog:
 
     def add(self, step: int, now: float, plan: SchedulePlan) -> None:
         """Note a plan that the engine committed; one that does and says nothing leaves no trace."""
-        if plan.tokens or plan.preempt or plan.reasons:
+        if plan.tokens or plan.preempt or plan.reasons or plan.wake_at is not None:
             reasons = {str(name): str(why) for name, why in plan.reasons.items()}
-            self.decisions.append(Decision(step, now, tuple(plan.tokens.items()), tuple(plan.preempt), reasons))
+            seen = {str(name): _plain(facts) for name, facts in plan.seen.items()}
+            decided = tuple(plan.tokens.items()), tuple(plan.preempt)
+            self.decisions.append(Decision(step, now, *decided, reasons, seen, plan.rest, plan.wake_at))
 
     def about(self, request_id: str) -> list[Decision]:
         """The decisions that name a request: it got tokens, was preempted, or a reason was given for it."""
@@ -125,8 +136,11 @@ def _line_of(decision: Decision) -> dict[str, Any]:
     line: dict[str, Any] = {"step": decision.step, "now": decision.now, "tokens": decision.tokens}
     if decision.preempt:
         line["preempt"] = decision.preempt
-    if decision.reasons:
-        line["reasons"] = decision.reasons
+    for name in ("reasons", "seen", "rest"):
+        if getattr(decision, name):
+            line[name] = getattr(decision, name)
+    if decision.wake_at is not None:
+        line["wake_at"] = decision.wake_at
     return line
 
 
@@ -137,4 +151,14 @@ def _decision_of(line: dict[str, Any]) -> Decision:
             raise ValueError(f"preemption mode {mode!r} must be one of {', '.join(get_args(PreemptionMode))}")
         preempt.append(Preemption(request_id, cast(PreemptionMode, mode), reason))
     tokens = tuple((str(name), int(count)) for name, count in line["tokens"])
-    return Decision(int(line["step"]), float(line["now"]), tokens, tuple(preempt), dict(line.get("reasons", {})))
+    said = dict(line.get("reasons", {})), dict(line.get("seen", {})), str(line.get("rest", ""))
+    return Decision(int(line["step"]), float(line["now"]), tokens, tuple(preempt), *said, line.get("wake_at"))
+
+
+def _plain(facts: Any) -> dict[str, Fact]:
+    """As JSON can hold it: finite numbers stay, all else becomes text."""
+    kept = {}
+    for name, fact in dict(facts).items():
+        number = isinstance(fact, (int, float)) and math.isfinite(fact)
+        kept[str(name)] = fact if number else str(fact)
+    return kept

@@ -1,15 +1,18 @@
-"""Open-loop replay: every request is added at its scheduled arrival, however far behind the engine is."""
+"""Replay: every request is added at its scheduled arrival, however far behind the engine is."""
 
 from __future__ import annotations
 
+import math
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .engine import Engine, TokenOutput
+from .engine import Engine
 from .errors import RequestError
 from .records import RequestRecord
 from .request import Request
 from .sampling_params import SamplingParams
+from .token_output import TokenOutput
 
 
 @dataclass(frozen=True)
@@ -18,8 +21,8 @@ class Arrival:
 
     Attributes:
         time: seconds after the replay's start at which it arrives.
-        request_id, prompt_token_ids, sampling, priority, client, deadline, predicted_tokens: as `Engine.add_request`
-            takes them; deadline counts from the replay's start, too.
+        request_id, prompt_token_ids, sampling, priority, client, deadline, predicted_tokens, computed_tokens: as
+            `Engine.add_request` takes them; deadline counts from the replay's start, too.
     """
 
     time: float
@@ -30,6 +33,7 @@ class Arrival:
     client: str = ""
     deadline: float | None = None
     predicted_tokens: int | None = None
+    computed_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,16 @@ class ReplayReport:
     entered: dict[str, float] = field(default_factory=dict)
 
 
+FollowUp = Callable[[Arrival, Sequence[int], float], Iterable[Arrival]]
+"""What the end of a request brings: the request, its output tokens, seconds after the replay's start -> arrivals."""
+
+
 def replay(
     engine: Engine,
     arrivals: Iterable[Arrival],
     *,
     on_outputs: Callable[[list[TokenOutput]], None] | None = None,
+    follow_up: FollowUp | None = None,
 ) -> ReplayReport:
     """Run arrivals through the engine until all are served.
 
@@ -65,37 +74,55 @@ def replay(
         engine: with nothing unfinished.
         arrivals: in any order.
         on_outputs: sees the outputs of every step, for progress.
+        follow_up: makes arrivals of the ends of requests, refused ones included: the turns of a conversation, a closed
+            loop. None leaves the loop open.
 
     Raises:
         PlanError, PolicyError, StalledError: from the engine; what was recorded so far stays in its records.
     """
     clock = engine.clock
     start, worst_lag, refused, entered = clock.now(), 0.0, {}, {}
-    pending = sorted(arrivals, key=lambda arrival: arrival.time)
-    at = 0
+    pending = sorted(arrivals, key=_time)
+    at, under_way = 0, {}
+
+    def end(arrival: Arrival, output_token_ids: Sequence[int]) -> None:
+        if follow_up is not None:
+            for later in follow_up(arrival, output_token_ids, clock.now() - start):
+                insort(pending, later, lo=at, key=_time)
+
     while at < len(pending) or engine.has_unfinished:
         now = clock.now()
         while at < len(pending) and start + pending[at].time <= now:
-            worst_lag = max(worst_lag, now - start - pending[at].time)
-            why = _add(engine, pending[at], start)
-            if why is not None:
-                refused[pending[at].request_id] = why
-            else:
-                entered[pending[at].request_id] = now
+            arrival = pending[at]
             at += 1
+            worst_lag = max(worst_lag, now - start - arrival.time)
+            why = add_arrival(engine, arrival, start)
+            if why is not None:
+                refused[arrival.request_id] = why
+                end(arrival, ())
+            else:
+                entered[arrival.request_id] = now
+                under_way[arrival.request_id] = arrival
         if engine.has_unfinished:
             outputs = engine.step()
             if on_outputs is not None:
                 on_outputs(outputs)
+            for output in outputs:
+                if output.finish_reason is not None:
+                    end(under_way.pop(output.request.id), output.request.output_token_ids)
             if not (engine.idle and at < len(pending)):
                 continue
         if at < len(pending):
-            clock.sleep_until(start + pending[at].time)
+            clock.sleep_until(min(start + pending[at].time, math.inf if engine.wake_at is None else engine.wake_at))
     return ReplayReport(start, clock.now(), worst_lag, refused, entered)
 
 
-def _add(engine: Engine, arrival: Arrival, start: float) -> str | None:
-    """Queue one arrival; returns why it was refused, or None."""
+def _time(arrival: Arrival) -> float:
+    return arrival.time
+
+
+def add_arrival(engine: Engine, arrival: Arrival, start: float = 0.0) -> str | None:
+    """Queue one arrival; returns why it was refused, of which a record is left, or None."""
     try:
         engine.add_request(
             arrival.request_id,
@@ -106,6 +133,7 @@ def _add(engine: Engine, arrival: Arrival, start: float) -> str | None:
             client=arrival.client,
             deadline=None if arrival.deadline is None else start + arrival.deadline,
             predicted_tokens=arrival.predicted_tokens,
+            computed_tokens=arrival.computed_tokens,
         )
     except RequestError as error:
         refused = Request(arrival.request_id, arrival.prompt_token_ids, arrival.sampling,

@@ -15,26 +15,39 @@ class QueueFullError(RequestError):
     """As many requests wait as max_num_queued allows; the same request may be served later."""
 
 
-class PlanError(EngineError):
-    """A scheduler's plan broke a rule; nothing of it was carried out.
+class PolicyFault(EngineError):
+    """A scheduler did what a scheduler may not do. See the two kinds below.
 
     Attributes:
-        rule: the broken rule, as a sentence.
-        step: number of the step that was planned.
-        request_id: the request concerned, or None when the plan as a whole is at fault.
+        rule: what was wrong and what is right, as a sentence.
+        step: number of the step.
+        request_id: the request concerned, or None when none is at fault more than others.
+        policy: class of the scheduler.
     """
 
-    def __init__(self, rule: str, *, step: int | None = None, request_id: str | None = None) -> None:
+    def __init__(
+        self, rule: str, *, step: int | None = None, request_id: str | None = None, policy: str | None = None
+    ) -> None:
+        super().__init__(rule)
         self.rule = rule
         self.step = step
         self.request_id = request_id
-        where = "" if step is None else f"step {step}: "
-        whom = "" if request_id is None else f"request {request_id!r}: "
-        super().__init__(f"{where}{whom}{rule}")
+        self.policy = policy
+
+    def __str__(self) -> str:
+        where = "" if self.step is None else f"step {self.step}: "
+        named = self.policy is None or self.rule.startswith(f"{self.policy}.")
+        who = "" if named else f"{self.policy}: "
+        whom = "" if self.request_id is None else f"request {self.request_id!r}: "
+        return f"{where}{who}{whom}{self.rule}"
 
 
-class PolicyError(EngineError):
-    """A scheduler raised an exception of its own, or returned something that is no plan; the cause is chained."""
+class PlanError(PolicyFault):
+    """A scheduler's plan broke a rule; nothing of it was carried out."""
+
+
+class PolicyError(PolicyFault):
+    """A scheduler raised an exception of its own (chained), took too long, or returned something that is no plan."""
 
 
 class StalledError(EngineError):

@@ -27,6 +27,8 @@ from .plan_rules import check_plan
 from .request import RUNNING, Request, Status
 from .reservation import blocks_for
 
+_BLOCKS_CHECKED_PER_STEP = 16
+
 
 class KVCache:
     """Blocks, references, prefix cache; turns a SchedulePlan into a Batch or refuses it whole.
@@ -51,6 +53,7 @@ class KVCache:
         self._tokens_held = 0  # computed tokens of running requests, shared ones counted for each
         self._extra_refs = 0  # sum over blocks of refs - 1 where positive; only full blocks stay shared
         self.num_evictions = 0
+        self._steps_unchecked = 0  # since the books were last balanced
 
     # What is there.
 
@@ -101,6 +104,8 @@ class KVCache:
 
         Looked up anew at every call. At least one token is left to compute, for its logits. Does not change the cache.
         """
+        if request._arriving:
+            return (), request._arriving  # takes blocks of its own, which its KV is brought into
         sibling = request.sibling
         shared = request._num_prompt - 1
         drew_none = request._computed == 0 and len(request._tokens) == request._num_prompt
@@ -136,13 +141,26 @@ class KVCache:
             digests.append(hashlib.blake2b(parent + block, digest_size=16).digest())
         return digests if len(digests) == num_blocks else digests[:num_blocks]
 
-    def advance(self, request: Request, num_tokens: int) -> None:
-        """Count tokens of a running request as computed, after the step that did it; publishes blocks that got full."""
-        computed = request._computed = request._computed + num_tokens
+    def advance(self, request: Request, num_tokens: int) -> bool:
+        """Count tokens of a running request as computed, once their step is handed over; publishes full blocks.
+
+        Returns:
+            Whether it is further than it ever was; what lies below that was computed again.
+        """
+        before = request._computed
+        computed = request._computed = before + num_tokens
         self._tokens_held += num_tokens
         full = computed // self.block_size
         if full > request._published and self._prefix_caching:
             self._publish(request, full)
+        peak = request._peak_computed
+        if computed <= peak:
+            request._recomputed += num_tokens
+            return False
+        if peak > before:
+            request._recomputed += peak - before
+        request._peak_computed = computed
+        return True
 
     def _publish(self, request: Request, full: int) -> None:
         digests = self._digests(request, full)
@@ -235,8 +253,11 @@ class KVCache:
             blocks, num_tokens = hits[request.id]
             request._block_ids = list(blocks)
             request._computed = num_tokens
-            request._published = num_tokens // self.block_size
-            if request._first_scheduled_time is None:
+            request._published = min(len(blocks), num_tokens // self.block_size)
+            if request._arriving:
+                batch.received.append((request, num_tokens))
+                request._arriving = 0
+            elif request._first_scheduled_time is None:
                 request._cached_tokens = num_tokens
         request._status = Status.RUNNING
         self.num_running += 1
@@ -303,6 +324,18 @@ class KVCache:
         self._extra_refs -= 1
 
     # Invariants.
+
+    def balance_when_due(self, live: Mapping[str, Request]) -> None:
+        """Called after every step: `check_integrity` where the configuration wants it always, otherwise when idle.
+
+        Balancing the books reads every block, so an idle engine does it only once its steps have earned it, or a
+        server of many short requests would do little else.
+        """
+        self._steps_unchecked += 1
+        due = not live and self._steps_unchecked * _BLOCKS_CHECKED_PER_STEP >= self.num_blocks
+        if self._config.check_integrity or due:
+            self._steps_unchecked = 0
+            self.check_integrity(live.values())
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Balance the books: every block is used, evictable or free, once; every reference has its holder.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,11 @@ def check_plan(
         raise PlanError(f"preempt is {plan.preempt!r}; it must be a list or tuple of Preemption", step=step)
     if not isinstance(plan.reasons, Mapping):
         raise PlanError(f"reasons is {plan.reasons!r}; it must map request ids to words", step=step)
+    if not isinstance(plan.seen, Mapping) or not isinstance(plan.rest, str):
+        raise PlanError(f"seen is {plan.seen!r}, rest {plan.rest!r}; they must be a mapping and a text", step=step)
+    wakes = plan.wake_at is None or (isinstance(plan.wake_at, (int, float)) and math.isfinite(plan.wake_at))
+    if not wakes:
+        raise PlanError(f"wake_at is {plan.wake_at!r}; it must be a finite number of clock seconds, or None", step=step)
     ledger = BlockLedger(cache)
     if plan.preempt:
         _check_preemptions(plan, requests, cache, ledger, config, step)

@@ -5,10 +5,12 @@ Metrics, traces, plots, calibration and replay read these records and nothing el
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Container
+from dataclasses import dataclass, field, replace
 
 from .contract import Batch, PreemptionRecord
 from .kv_cache import KVCache
+from .queues import RequestQueues
 from .request import Request
 
 
@@ -19,7 +21,8 @@ class StepRecord:
     Attributes:
         step: number of the step.
         started, committed, executed, finished: clock seconds when scheduling began, the plan was committed, the
-            executor returned, and the step's update ended. Tokens of a step come out at `executed`.
+            executor's result was there, and the step's update ended. Tokens of a step come out at `executed`. With
+            overlap a step begins before the one before it has executed, and `executed` is NaN until it has.
         request_ids: whose row.
         starts: tokens already computed before the step.
         num_tokens: tokens computed in it.
@@ -55,22 +58,20 @@ class StepRecord:
     blocks_held: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(
-        cls, batch: Batch, cache: KVCache, executed: float, finished: float, num_running: int, num_waiting: int
-    ) -> StepRecord:
+    def of(cls, batch: Batch, cache: KVCache, finished: float, queues: RequestQueues) -> StepRecord:
         requests, starts, num_tokens, drew, _ = zip(*batch.rows, strict=True) if batch.rows else ((),) * 5
         return cls(
             step=batch.step,
             started=batch.started,
             committed=batch.committed,
-            executed=executed,
+            executed=batch.executed,
             finished=finished,
-            request_ids=[request.id for request in requests],
+            request_ids=[request._id for request in requests],
             starts=list(starts),
             num_tokens=list(num_tokens),
             drew=list(drew),
-            num_running=num_running,
-            num_waiting=num_waiting,
+            num_running=len(queues.running),
+            num_waiting=queues.num_waiting,
             blocks_used=cache.num_used_blocks,
             blocks_cached=cache.num_cached_blocks,
             blocks_free=cache.num_blocks - cache.num_used_blocks - cache.num_cached_blocks,
@@ -81,6 +82,27 @@ class StepRecord:
             blocks_swapped_out=len(batch.swap_out),
             blocks_held=[request.num_blocks for request in requests] if cache.reserves else [],
         )
+
+    def copy(self) -> StepRecord:
+        """One with lists of its own, for a policy to see: whatever is done with it, the records stay as they are."""
+        return replace(
+            self,
+            request_ids=self.request_ids.copy(),
+            starts=self.starts.copy(),
+            num_tokens=self.num_tokens.copy(),
+            drew=self.drew.copy(),
+            preemptions=self.preemptions.copy(),
+            blocks_held=self.blocks_held.copy(),
+        )
+
+    def complete(self, executed: float, finished: float, emitted: Container[str]) -> None:
+        """Mutates: of a step that was in flight, what was not known when it was handed over.
+
+        Args:
+            emitted: requests of which a token came out; others had ended in the meantime.
+        """
+        self.executed, self.finished = executed, finished
+        self.drew = [drew and name in emitted for drew, name in zip(self.drew, self.request_ids, strict=True)]
 
 
 @dataclass(slots=True)

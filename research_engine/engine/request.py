@@ -1,7 +1,8 @@
 """One sequence: its tokens, how many of them are computed, and the blocks that hold them.
 
 A request has no phase. `num_computed_tokens` chases `num_tokens`: prefill, chunk, decode, prefix hit and recompute are
-the same thing with other numbers. Schedulers read properties; the engine package alone writes the underscored fields.
+the same thing with other numbers. Schedulers read properties, none of which can be assigned or changed in place; the
+engine package alone writes the underscored fields.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import enum
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from .read_only import ReadOnlyList, read_only
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+UNKNOWN_TOKEN = -1  # the place of a token that is drawn but has not come back from the device
 RUNNING = Status.RUNNING  # as a global it is read faster than as a member, and this is read for every sequence and step
 
 
@@ -47,15 +50,30 @@ class Request:
         text: turns its tokens into text, or None.
         constraint: what its output must look like, or None.
         index: position in the order of all requests ever added; breaks ties of arrival time.
+        arriving: leading tokens whose KV was computed elsewhere and comes with the request.
     """
 
     __slots__ = (
-        "_admitted_time", "_block_ids", "_cached_tokens", "_computed", "_digests", "_finish_reason", "_finish_time",
-        "_first_scheduled_time", "_first_token_time", "_host_block_ids", "_last_token_time", "_length_limit",
-        "_num_prompt", "_peak_computed", "_preemptions", "_prompt_logprobs", "_published", "_recomputed", "_status",
-        "_stop_ids", "_text", "_tokens", "arrival_time", "client", "constraint", "deadline", "group_id", "id",
-        "index", "predicted_tokens", "priority", "sampling", "seed", "sibling",
+        "_admitted_time", "_arrival_time", "_arriving", "_block_ids", "_cached_tokens", "_client", "_computed",
+        "_constraint", "_deadline", "_digests", "_finish_reason", "_finish_time", "_first_scheduled_time",
+        "_first_token_time", "_group_id", "_host_block_ids", "_id", "_index", "_last_token_time", "_length_limit",
+        "_num_prompt", "_peak_computed", "_predicted_tokens", "_preemptions", "_priority", "_prompt_logprobs",
+        "_published", "_recomputed", "_sampling", "_seed", "_sibling", "_status", "_stop_ids", "_text", "_token_ids",
+        "_tokens",
     )  # fmt: skip
+
+    id: str = read_only("_id")
+    index: int = read_only("_index")
+    group_id: str = read_only("_group_id")
+    sampling: SamplingParams = read_only("_sampling")
+    arrival_time: float = read_only("_arrival_time")
+    seed: int = read_only("_seed")
+    priority: int = read_only("_priority")
+    client: str = read_only("_client")
+    deadline: float | None = read_only("_deadline")
+    predicted_tokens: int | None = read_only("_predicted_tokens")
+    sibling: Request | None = read_only("_sibling")
+    constraint: TokenConstraint | None = read_only("_constraint")
 
     def __init__(
         self,
@@ -76,26 +94,29 @@ class Request:
         text: TextAssembler | None = None,
         constraint: TokenConstraint | None = None,
         index: int = 0,
+        arriving: int = 0,
     ) -> None:
-        self.id = request_id
-        self.index = index
-        self.group_id = request_id if group_id is None else group_id
-        self.sampling = sampling
-        self.arrival_time = arrival_time
-        self.seed = seed
-        self.priority = priority
-        self.client = client
-        self.deadline = deadline
-        self.predicted_tokens = predicted_tokens
-        self.sibling = sibling
+        self._id = request_id
+        self._index = index
+        self._group_id = request_id if group_id is None else group_id
+        self._sampling = sampling
+        self._arrival_time = arrival_time
+        self._seed = seed
+        self._priority = priority
+        self._client = client
+        self._deadline = deadline
+        self._predicted_tokens = predicted_tokens
+        self._sibling = sibling
         self._tokens: list[int] = list(prompt_token_ids)
+        self._token_ids = ReadOnlyList(self._tokens)
         self._num_prompt = len(self._tokens)
         self._length_limit = self._num_prompt + max_tokens
         self._stop_ids = stop_token_ids
         self._text = text
-        self.constraint = constraint
+        self._constraint = constraint
         self._status = Status.WAITING
         self._computed = 0
+        self._arriving = arriving  # until it is admitted
         self._peak_computed = 0  # most tokens ever computed: what lies below it is recompute
         self._recomputed = 0
         self._cached_tokens = 0
@@ -120,7 +141,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens known so far."""
+        """Prompt and output tokens known so far, one that is under way from the device included."""
         return len(self._tokens)
 
     @property
@@ -185,13 +206,13 @@ class Request:
 
     @property
     def block_ids(self) -> Sequence[int]:
-        """Its block table; treat as read-only."""
-        return self._block_ids
+        """Its block table."""
+        return ReadOnlyList(self._block_ids)
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Prompt and output tokens; treat as read-only."""
-        return self._tokens
+        """Prompt and output tokens. The last is UNKNOWN_TOKEN while it is under way."""
+        return self._token_ids
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -209,7 +230,7 @@ class Request:
     @property
     def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
         """Entries of the prompt tokens but the first, as far as computed; empty unless its sampling asks for them."""
-        return self._prompt_logprobs
+        return ReadOnlyList(self._prompt_logprobs)
 
     @property
     def stop_reason(self) -> str | int | None:
@@ -242,8 +263,8 @@ class Request:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended, once it has: "stop", "length", "abort" or "error"."""
+        """Why it ended: "stop", "length", "abort" or "error"; final once finish_time is set."""
         return self._finish_reason
 
     def __repr__(self) -> str:
-        return f"Request({self.id!r}, {self._status.value}, {self._computed}/{len(self._tokens)} tokens computed)"
+        return f"Request({self._id!r}, {self._status.value}, {self._computed}/{len(self._tokens)} tokens computed)"

@@ -10,8 +10,13 @@ from .errors import RequestError
 from .sampling_params import SamplingParams
 
 
-def check_request(request_id: str, prompt: Sequence[int], sampling: SamplingParams, config: EngineConfig) -> int:
+def check_request(
+    request_id: str, prompt: Sequence[int], sampling: SamplingParams, config: EngineConfig, computed_tokens: int = 0
+) -> int:
     """Check a request against the engine's limits.
+
+    Args:
+        computed_tokens: leading tokens of the prompt whose KV comes with it.
 
     Returns:
         How many output tokens it may have: max_tokens, cut to what the model's length leaves.
@@ -33,6 +38,11 @@ def check_request(request_id: str, prompt: Sequence[int], sampling: SamplingPara
         raise refused(f"the prompt must be a sequence of 64-bit integers, token ids ({error})") from error
     if len(prompt) == 0:
         raise refused("the prompt is empty; it needs at least one token")
+    if not 0 <= computed_tokens < len(prompt):
+        rule = "must be >= 0 and leave at least one of them to compute, for its logits"
+        raise refused(f"computed_tokens = {computed_tokens} of {len(prompt)} prompt tokens; it {rule}")
+    if computed_tokens and (sampling.n > 1 or sampling.prompt_logprobs is not None):
+        raise refused(f"computed_tokens = {computed_tokens}: with n > 1 or prompt_logprobs the prompt is computed here")
     limit = config.max_model_len
     if len(prompt) >= limit:
         rule = f"with max_model_len = {limit} at most {limit - 1} leave room for an output"

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from .read_only import ReadOnlyDict
 from .structured import StructuredOutputsParams
 
 
@@ -75,7 +76,7 @@ class SamplingParams:
             raise ValueError(f"stop, stop_token_ids: lists; logit_bias: token ids -> numbers; {error}") from error
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
-        object.__setattr__(self, "logit_bias", logit_bias)
+        object.__setattr__(self, "logit_bias", ReadOnlyDict(logit_bias))
         self._integer("n", 1, 128)
         self._number("temperature", 0.0, math.inf)
         self._integer("top_k", -1, None)
@@ -114,6 +115,11 @@ class SamplingParams:
     @property
     def needs_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a draw depends on which tokens came before it beyond what the model sees."""
+        return self.needs_penalties or self.structured_outputs is not None
 
     def for_continuation(self, index: int, seed: int) -> SamplingParams:
         """The parameters of continuation `index` of n: one stream, its own seed."""

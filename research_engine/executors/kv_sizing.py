@@ -43,6 +43,7 @@ def activation_bytes(config: ModelConfig, dtype: torch.dtype, max_num_batched_to
     """An upper estimate of what one step allocates beside weights and cache: hidden states, products, logits."""
     attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     per_token = 4 * config.hidden_size + attention + 3 * config.intermediate_size
+    per_token += config.experts_per_token * (3 * config.hidden_size + 3 * config.expert_size)
     sampled = min(max_num_seqs, max_num_batched_tokens)
     return per_token * dtype.itemsize * max_num_batched_tokens + 3 * 4 * config.vocab_size * sampled
 

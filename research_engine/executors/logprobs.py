@@ -6,11 +6,13 @@ Tokens are ordered by (probability, then smaller id first), so that ranks and li
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from research_engine.engine.contract import TokenLogprobs
+from research_engine.engine.contract import ScheduledRequest, TokenLogprobs
+
+_PROMPT_LOGITS_AT_ONCE = 128  # rows of [V] float32 logits held at a time
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
@@ -54,3 +56,33 @@ def _most_probable(logits: torch.Tensor, norm: torch.Tensor, width: int) -> list
         pairs.sort(key=lambda pair: (-pair[0], pair[1]))
         top.append([(index, value - norms[row]) for value, index in pairs])
     return top
+
+
+def prompt_logprobs(
+    compute_logits: Callable[[torch.Tensor], torch.Tensor],
+    rows: Sequence[ScheduledRequest],
+    hidden_TH: torch.Tensor,
+) -> Mapping[int, Sequence[TokenLogprobs]]:
+    """For the rows whose requests ask: entries of prompt tokens start + 1 ..., as far as the row's logits predict such.
+
+    Args:
+        compute_logits: hidden states [S, H] -> float32 [S, V].
+        rows: of a batch.
+        hidden_TH: of all its tokens, [T, H].
+    """
+    entries: dict[int, list[TokenLogprobs]] = {}
+    end = 0
+    for index, row in enumerate(rows):
+        end += row.num_tokens
+        wanted = row.request.sampling.prompt_logprobs
+        if wanted is None:
+            continue
+        last = min(row.start + row.num_tokens, row.request.num_prompt_tokens - 1)
+        targets = row.request.token_ids[row.start + 1 : last + 1]
+        first_row = end - row.num_tokens
+        entries[index] = []
+        for at in range(0, len(targets), _PROMPT_LOGITS_AT_ONCE):
+            piece = targets[at : at + _PROMPT_LOGITS_AT_ONCE]
+            logits = compute_logits(hidden_TH[first_row + at : first_row + at + len(piece)])
+            entries[index] += token_logprobs(logits, piece, [wanted] * len(piece))
+    return entries

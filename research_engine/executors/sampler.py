@@ -1,183 +1,197 @@
-"""Draws one token a row from logits, each row by its own request's parameters, independent of the rows around it.
+"""From requests to the arguments of `kernels.sample`, and from what it gives back to tokens and log-probabilities.
 
-Order of the steps:
-  1. logit_bias added; repetition penalty (prompt and output), then presence and frequency penalties (output alone);
-     tokens that the request's constraint does not allow masked; stop tokens masked while the output is shorter than
-     min_tokens, unless the constraint allows nothing else;
-  2. temperature 0: the largest logit, the smallest id on ties;
-  3. otherwise weights w = exp((x - max x) / temperature) in float64; kept are the first m tokens by (weight, smaller id
-     first), m the least that min_p, then top_k, then top_p of the mass that is left allow, never less than 1;
-  4. the token at which the running sum of kept weights, in the order of ids, first exceeds u times their total, with
-     u = Philox(seed, position) (philox.py).
+Parameters that stay the same while a request lives lie on the device by seat, so that a step of such requests sends
+nothing. What changes from step to step is sent: logit biases together with the stop tokens that min_tokens still
+forbids, the tokens that penalties look at, and the tokens that a constraint allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from research_engine import kernels
 from research_engine.engine.contract import Request, TokenLogprobs
-from research_engine.executors.logprobs import token_logprobs
-from research_engine.executors.philox import uniform
 
-_ROWS_AT_ONCE = 64  # bounds the float64 copies of drawn rows: 64 x V x 8 bytes each
-_FIRST_LOOK = 512  # tokens to sort for top_p before all of the vocabulary is
+_LARGEST = float(np.finfo(np.float32).max)
+_STATUS = {-2: "hold NaN", -3: "hold inf"}
 
 
 @dataclass(frozen=True)
-class SampledTokens:
-    """Drawn tokens, one a row, and log-probabilities by row where the request asked for them."""
+class Draw:
+    """What one step drew, S rows.
 
-    token_ids: list[int]
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    Attributes:
+        sampled: on the device; token_ids int64 [S].
+        requests: one a row.
+        num_tokens: tokens that each had before the draw.
+    """
+
+    sampled: kernels.Sampled
+    requests: Sequence[Request]
+    num_tokens: Sequence[int]
+
+    def check(self, token_ids: Sequence[int]) -> None:
+        """Raises ValueError for a row that drew nothing: its logits are no numbers, or all -inf; names the request."""
+        for request, at, token_id in zip(self.requests, self.num_tokens, token_ids, strict=True):
+            if token_id == -1:
+                raise ValueError(f"request {request.id!r}: no token is left to draw at position {at}")
+            if token_id < -1:
+                raise ValueError(f"request {request.id!r}: the model's logits at position {at} {_STATUS[token_id]}")
+
+    def logprobs(self, token_ids: Sequence[int]) -> dict[int, TokenLogprobs]:
+        """Entries of the rows whose requests ask, by row; waits for the device if there are any."""
+        asking = [row for row, request in enumerate(self.requests) if request.sampling.logprobs is not None]
+        sampled = self.sampled
+        if not asking or sampled.logprobs is None or sampled.ranks is None:
+            return {}
+        values, ranks = sampled.logprobs.double().tolist(), sampled.ranks.tolist()
+        ids = sampled.top_ids.tolist() if sampled.top_ids is not None else None
+        tops = sampled.top_logprobs.double().tolist() if sampled.top_logprobs is not None else None
+        entries = {}
+        for row in asking:
+            wanted = self.requests[row].sampling.logprobs or 0
+            top = tuple(zip(ids[row][:wanted], tops[row][:wanted], strict=True)) if ids and tops else ()
+            top = tuple((token_id, value) for token_id, value in top if token_id >= 0)
+            entries[row] = TokenLogprobs(token_ids[row], values[row], ranks[row], top)
+        return entries
 
 
-def sample(logits: torch.Tensor, requests: Sequence[Request]) -> SampledTokens:
-    """Draw the next token of every request.
+class Sampler:
+    """Draws for requests that sit in seats.
 
     Args:
-        logits: float32 [S, V]; overwritten.
-        requests: one a row; not changed. The draw's position is the number of tokens it has.
-
-    Raises:
-        ValueError: a row's logits hold NaN or +inf, or no token is left; the message names the request.
+        num_seats: how many there are.
+        vocab_size: V.
+        device: of the logits.
     """
-    params = [request.sampling for request in requests]
-    asking = [row for row, p in enumerate(params) if p.logprobs is not None]
-    if asking or any(_changes_logits(request) for request in requests) or any(not p.is_greedy for p in params):
-        _check(logits, requests, logits.amax(-1))
-        original = logits[asking] if asking else None  # a copy
+
+    def __init__(self, num_seats: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size, self._device = vocab_size, device
+
+        def column(dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(num_seats, dtype=dtype, device=device)
+
+        self._temperature, self._top_p, self._min_p = (column(torch.float32) for _ in range(3))
+        self._top_k, self._seeds = column(torch.int32), column(torch.int64)
+
+    def sit_down(self, newcomers: Sequence[tuple[int, Request]]) -> None:
+        """Mutates: enters the parameters of requests that took a seat."""
+        if not newcomers:
+            return
+        params = [request.sampling for _, request in newcomers]
+        seats = self._to_device(np.array([seat for seat, _ in newcomers], dtype=np.int64))
+        seeds = np.array([request.seed & 0xFFFFFFFFFFFFFFFF for _, request in newcomers], dtype=np.uint64)
+        self._seeds[seats] = self._to_device(seeds.view(np.int64))
+        self._top_k[seats] = self._to_device(np.array([p.top_k for p in params], dtype=np.int32))
+        reals = np.array([(p.temperature, p.top_p, p.min_p) for p in params], dtype=np.float32)
+        for column, values in zip((self._temperature, self._top_p, self._min_p), reals.T, strict=True):
+            column[seats] = self._to_device(np.ascontiguousarray(values))
+
+    def draw(
+        self, logits: torch.Tensor, requests: Sequence[Request], seats: torch.Tensor, positions: torch.Tensor
+    ) -> Draw:
+        """Draw the next token of every request; the device is not waited for.
+
+        Args:
+            logits: [S, V].
+            requests: one a row; not changed.
+            seats: int64 [S].
+            positions: int64 [S]: the number of tokens each has.
+        """
+        params = [request.sampling for request in requests]
+        drawn = any(not p.is_greedy for p in params)
+        cut_k = drawn and any(p.top_k > 0 for p in params)
+        cut_p = drawn and any(p.top_p < 1.0 for p in params)
+        cut_min = drawn and any(p.min_p > 0.0 for p in params)
+        asked = [p.logprobs for p in params if p.logprobs is not None]
+        sampled = kernels.sample(
+            logits,
+            self._temperature[seats],
+            self._seeds[seats],
+            positions,
+            top_k=self._top_k[seats] if cut_k else None,
+            top_p=self._top_p[seats] if cut_p else None,
+            min_p=self._min_p[seats] if cut_min else None,
+            num_logprobs=min(max(asked), self._vocab_size) if asked else None,
+            **self._biases(requests),
+            **self._penalties(requests),
+            **self._allowed(requests),
+        )
+        return Draw(sampled, requests, [request.num_tokens for request in requests])
+
+    def _biases(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """logit_bias, and -inf for stop tokens while the output is shorter than min_tokens."""
+        biases: list[dict[int, float]] = []
+        for request in requests:
+            bias = dict(request.sampling.logit_bias)
+            if request.num_output_tokens < request.sampling.min_tokens and not _must_stop(request):
+                bias |= dict.fromkeys(request.stop_token_ids, -np.inf)
+            biases.append(bias)
+        width = max(map(len, biases))
+        if width == 0:
+            return {}
+        tokens = np.full((len(biases), width), -1, dtype=np.int32)
+        values = np.zeros((len(biases), width), dtype=np.float32)
+        for row, bias in enumerate(biases):
+            tokens[row, : len(bias)] = list(bias)
+            values[row, : len(bias)] = list(bias.values())
+        return {"bias_tokens": self._to_device(tokens), "bias_values": self._to_device(values)}
+
+    def _penalties(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Penalties, with what each penalised request has in prompt and output."""
+        penalised = [row for row, request in enumerate(requests) if request.sampling.needs_penalties]
+        if not penalised:
+            return {}
+        seen = []
+        for row in penalised:
+            tokens = np.array(requests[row].token_ids, dtype=np.int32)
+            in_output = np.arange(len(tokens)) >= requests[row].num_prompt_tokens
+            distinct, inverse = np.unique(tokens, return_inverse=True)
+            seen.append((distinct, np.bincount(inverse, weights=in_output, minlength=len(distinct)).astype(np.int32)))
+        width = max(len(distinct) for distinct, _ in seen)
+        lists = np.zeros((2, len(seen), width), dtype=np.int32)
+        for slot, (distinct, counts) in enumerate(seen):
+            lists[0, slot, : len(distinct)], lists[1, slot, : len(distinct)] = distinct, counts
+        slots = np.full(len(requests), -1, dtype=np.int32)
+        slots[penalised] = np.arange(len(penalised))
+        columns = {}
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+            values = np.array([getattr(request.sampling, name) for request in requests])
+            # a penalty beyond float32 is as good as its largest number
+            columns[name] = self._to_device(values.clip(-_LARGEST, _LARGEST).astype(np.float32))
+        return columns | {
+            "seen_tokens": self._to_device(lists[0]),
+            "seen_counts": self._to_device(lists[1]),
+            "seen_lengths": self._to_device(np.array([len(distinct) for distinct, _ in seen], dtype=np.int32)),
+            "slots": self._to_device(slots),
+        }
+
+    def _allowed(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """A bit a token for the rows whose requests have a constraint; all bits for the others."""
+        if all(request.constraint is None for request in requests):
+            return {}
+        words = -(-self._vocab_size // 32)
+        masks = np.full((len(requests), words * 4), 0xFF, dtype=np.uint8)
         for row, request in enumerate(requests):
-            if _changes_logits(request):
-                _change_logits(logits[row], request)
-        token_ids = _argmax(logits, requests)
-        drawn = [row for row, p in enumerate(params) if not p.is_greedy]
-        for at in range(0, len(drawn), _ROWS_AT_ONCE):
-            rows = drawn[at : at + _ROWS_AT_ONCE]
-            for row, token_id in zip(rows, _draw(logits[rows], [requests[row] for row in rows]), strict=True):
-                token_ids[row] = token_id
-        if original is None:
-            return SampledTokens(token_ids)
-        entries = token_logprobs(
-            original, [token_ids[row] for row in asking], [params[row].logprobs or 0 for row in asking]
-        )
-        return SampledTokens(token_ids, dict(zip(asking, entries, strict=True)))
-    return SampledTokens(_argmax(logits, requests))
+            if request.constraint is not None:
+                allowed = np.frombuffer(request.constraint.allowed(), dtype=np.uint8)[: words * 4]
+                masks[row] = 0
+                masks[row, : len(allowed)] = allowed
+        return {"allowed_tokens": self._to_device(masks.view("<i4"))}
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
 
 
-def _argmax(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-    """Largest logit a row, smallest id on ties."""
-    if logits.device.type == "cpu":  # numpy's is vectorised: some 10 times as fast as torch's
-        array = logits.numpy()
-        token_ids = array.argmax(-1)
-        largest = torch.from_numpy(array[np.arange(len(requests)), token_ids])
-        chosen: list[int] = token_ids.tolist()
-    else:
-        largest, indices = logits.max(-1)
-        chosen = indices.tolist()
-    _check(logits, requests, largest)
-    return chosen
-
-
-def _check(logits: torch.Tensor, requests: Sequence[Request], largest: torch.Tensor) -> None:
-    """Every row has a largest logit that is a number: a NaN anywhere in a row is the row's maximum."""
-    if bool(largest.isfinite().all()):
-        return
-    row = int((~largest.isfinite()).nonzero()[0, 0])
-    request, value = requests[row], float(largest[row])
-    if value == -torch.inf:
-        raise ValueError(f"request {request.id!r}: no token is left to draw, all {logits.shape[-1]} logits are -inf")
-    what = "NaN" if value != value else "inf"
-    raise ValueError(f"request {request.id!r}: the model's logits at position {request.num_tokens} hold {what}")
-
-
-def _changes_logits(request: Request) -> bool:
-    params = request.sampling
-    if request.constraint is not None or params.logit_bias or params.needs_penalties:
-        return True
-    return request.num_output_tokens < params.min_tokens
-
-
-def _change_logits(row: torch.Tensor, request: Request) -> None:
-    """Mutates one row of logits [V]: bias, penalties, the constraint, stop tokens before min_tokens."""
-    params, device = request.sampling, row.device
-    if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
-        row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype, device=device)
-    if params.repetition_penalty != 1.0:
-        seen = torch.from_numpy(np.unique(np.array(request.token_ids, dtype=np.int64))).to(device)
-        values = row[seen]
-        values = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-        row[seen] = values.nan_to_num_()  # an extreme penalty leaves float32's range, which is no reason to fail
-    if (params.presence_penalty or params.frequency_penalty) and request.num_output_tokens:
-        output = np.array(request.output_token_ids, dtype=np.int64)
-        tokens, counts = np.unique(output, return_counts=True)
-        loss = params.presence_penalty + params.frequency_penalty * counts
-        row[torch.from_numpy(tokens).to(device)] -= torch.from_numpy(loss).to(device, row.dtype)
-    if request.constraint is not None:
-        bits = np.unpackbits(np.frombuffer(request.constraint.allowed(), dtype=np.uint8), bitorder="little")
-        row.masked_fill_(torch.from_numpy(bits[: len(row)] == 0).to(device), -torch.inf)
-    if request.num_output_tokens < params.min_tokens and request.stop_token_ids:
-        stops = torch.tensor(sorted(request.stop_token_ids), dtype=torch.int64, device=device)
-        rest = row.index_fill(0, stops, -torch.inf)
-        if request.constraint is None or bool(rest.isfinite().any()):
-            row.copy_(rest)
-
-
-def _draw(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
-    """Draw from rows of positive temperature: float32 [S, V] with a finite maximum each."""
-    params, device, vocab_size = [request.sampling for request in requests], logits.device, logits.shape[-1]
-    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device)
-    x = logits.double()
-    weights = x.sub_(x.amax(-1, keepdim=True)).div_(temperature.unsqueeze(-1)).exp_()
-    top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
-    cut = [row for row, p in enumerate(params) if top_k[row] < vocab_size or p.top_p < 1.0 or p.min_p > 0.0]
-    if cut:
-        few = weights[cut]
-        kept = _kept(
-            few, [top_k[row] for row in cut], [params[row].top_p for row in cut], [params[row].min_p for row in cut]
-        )
-        weights[cut] = few.masked_fill_(~kept, 0.0)
-    mass = weights.cumsum_(-1)
-    total = mass[:, -1]
-    u = torch.from_numpy(uniform([r.seed for r in requests], [r.num_tokens for r in requests])).to(device)
-    target = torch.minimum(
-        u * total, total.nextafter(torch.zeros_like(total))
-    )  # below the total, whatever the rounding
-    drawn: list[int] = torch.searchsorted(mass, target.unsqueeze(-1), right=True).squeeze(-1).tolist()
-    return drawn
-
-
-def _kept(weights: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float]) -> torch.Tensor:
-    """Which tokens stay: bool [S, V]. Weights are float64 [S, V] with a maximum of 1 in every row."""
-
-    def column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=dtype, device=weights.device).unsqueeze(-1)
-
-    vocab_size = weights.shape[-1]
-    k, p = column(top_k, torch.int64), column(top_p)
-    eligible = (weights >= column(min_p)) & (weights > 0)
-    limit = eligible.sum(-1, keepdim=True)
-    mass = weights.masked_fill(~eligible, 0.0).sum(-1, keepdim=True)  # of the tokens that min_p leaves
-    limit = torch.minimum(limit, k)
-    sorted_by = [n for n in top_k if n < vocab_size]
-    width = min(vocab_size, max([_FIRST_LOOK, *sorted_by]))
-    while True:
-        ordered = weights.topk(width, dim=-1).values
-        running = ordered.cumsum(-1)
-        whole = limit <= width  # the list holds all that min_p and top_k leave
-        total = torch.where(whole, running.gather(-1, limit.clamp(max=width) - 1), mass)
-        reaching = (running < p * total).sum(-1, keepdim=True) + 1
-        count = torch.where(p < 1.0, torch.minimum(limit, reaching), limit)
-        if width == vocab_size or bool((whole | (reaching <= width) | (p == 1.0)).all()):
-            break
-        width = vocab_size
-    least = ordered.gather(-1, count.clamp(max=width) - 1)
-    above = weights > least
-    equal = weights == least
-    room = count - above.sum(-1, keepdim=True)
-    kept = above | (equal & (equal.cumsum(-1) <= room))
-    return torch.where(count > width, eligible, kept)
+def _must_stop(request: Request) -> bool:
+    """Whether its constraint allows nothing but stop tokens, which min_tokens cannot forbid then."""
+    if request.constraint is None:
+        return False
+    bits = np.unpackbits(np.frombuffer(request.constraint.allowed(), dtype=np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist()) <= request.stop_token_ids

@@ -1,4 +1,4 @@
-"""Computes batches with torch and the project's kernels, on a CPU or on one CUDA device.
+"""Computes batches with torch and the project's kernels, on a CPU or on one CUDA device, without waiting for it.
 
 A step is one forward over the tokens of all rows, back to back without padding:
 
@@ -9,26 +9,30 @@ A step is one forward over the tokens of all rows, back to back without padding:
     query_start_loc  0                          3              4      int32 [R + 1]
     seq_lens         8                         41                     int32 [R]
     logits of       a7 (if it is A's last token), b40                 float32 [S, V]
+
+What stays the same from step to step stays on the device (device_batch.py): a step is one copy there, a forward, a
+draw, and one copy back. A token that the step before draws never makes the round trip. On a GPU a step of decoding
+rows alone is a CUDA graph, one for each size of a ladder (decode_graphs.py); padding rows read and write nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from research_engine import kernels
-from research_engine.engine.contract import Batch, ScheduledRequest, StepResult, TokenLogprobs
-from research_engine.executors.block_tables import BlockTables
-from research_engine.executors.logprobs import token_logprobs
-from research_engine.executors.sampler import sample
+from research_engine.engine.config import EngineConfig
+from research_engine.engine.contract import Batch, Pending, ScheduledRequest, StepResult, TokenLogprobs
+from research_engine.executors.decode_graphs import DecodeGraphs
+from research_engine.executors.device_batch import DeviceBatch, Drawing
+from research_engine.executors.kv_scales import kv_scales
+from research_engine.executors.logprobs import prompt_logprobs
+from research_engine.executors.sampler import Draw, Sampler
+from research_engine.executors.staging import Arrival
 from research_engine.models.attention_metadata import AttentionMetadata
 from research_engine.models.config import ModelConfig
-
-_PROMPT_LOGITS_AT_ONCE = 128  # rows of [V] float32 logits held at a time for prompt_logprobs
 
 
 class Decoder(Protocol):
@@ -37,6 +41,7 @@ class Decoder(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    kv_scales: torch.Tensor | None
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionMetadata
@@ -46,65 +51,115 @@ class Decoder(Protocol):
 
 
 class TorchExecutor:
-    """Owns the model, its KV cache and the host blocks for swapping.
+    """Owns the model, its KV cache, the host blocks for swapping, and the running batch's state on the device.
 
     Args:
         model: with its weights loaded; its device and dtype are the cache's.
-        num_blocks: device blocks, as in EngineConfig.
-        block_size: token slots per block.
-        num_host_blocks: blocks in host memory, pinned when the model is on a GPU.
+        config: sizes of the cache and limits of a batch.
+        cache_dtype: of the KV cache: the model's when None, float8_e4m3fn or int8.
+        graph_sizes: decode batches to run as CUDA graphs; none launches every step kernel by kernel.
 
     Attributes:
-        kv_cache: [L, 2, num_blocks, Hkv, block_size, D] in the model's dtype.
-        host_cache: [L, 2, num_host_blocks, Hkv, block_size, D].
+        kv_cache: [L, 2, num_blocks, Hkv, block_size, D] in cache_dtype.
+        host_cache: [L, 2, num_host_blocks, Hkv, block_size, D], pinned when the model is on a GPU.
     """
 
-    def __init__(self, model: Decoder, *, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
-        config = model.config
-        self.device = model.device
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        *,
+        cache_dtype: torch.dtype | None = None,
+        graph_sizes: Sequence[int] = (),
+    ) -> None:
+        shape, device, dtype = model.config, model.device, cache_dtype or model.dtype
+        self.device = device
         self._model: Decoder | None = model
-        self._block_size = block_size
-        self._tables = BlockTables()
-        tile = (config.num_kv_heads, block_size, config.head_dim)
+        tile = (shape.num_kv_heads, config.block_size, shape.head_dim)
         # never initialised: a slot is read only after it was written, and untouched pages cost no memory on a CPU
-        self.kv_cache = torch.empty((config.num_layers, 2, num_blocks, *tile), dtype=model.dtype, device=model.device)
+        self.kv_cache = torch.empty((shape.num_layers, 2, config.num_blocks, *tile), dtype=dtype, device=device)
         self.host_cache = torch.empty(
-            (config.num_layers, 2, num_host_blocks, *tile), dtype=model.dtype, pin_memory=model.device.type == "cuda"
+            (shape.num_layers, 2, config.num_host_blocks, *tile), dtype=dtype, pin_memory=device.type == "cuda"
         )
+        query = torch.empty((config.max_num_seqs, shape.num_heads, shape.head_dim), dtype=model.dtype, device=device)
+        self._batch = DeviceBatch(self.kv_cache, kv_scales(model, dtype), config, query)
+        self._sampler = Sampler(config.max_num_seqs, shape.vocab_size, device)
+        self._graphs = DecodeGraphs(self._decode, graph_sizes, device)
+
+    def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Capture the graphs of decode steps, of which each would otherwise be captured at its first use.
+
+        Args:
+            progress: called with (captured, all) after each.
+        """
+        with torch.inference_mode():
+            self._graphs.capture_all(progress)
 
     @torch.inference_mode()
-    def execute(self, batch: Batch) -> StepResult:
-        """Move blocks, compute the rows, draw tokens. Changes no request.
+    def execute(self, batch: Batch) -> Pending:
+        """Launch a batch: move blocks, compute the rows, draw tokens. Changes no request.
 
-        Raises:
-            ValueError: the model's logits are no numbers; names the request.
+        Raises (here or in `wait`):
+            ValueError: the model's logits are no numbers or leave nothing to draw, or KV comes with a request; names
+                the request.
+            RuntimeError: the device failed, or the executor was shut down.
         """
         if self._model is None:
             raise RuntimeError("the executor was shut down")
+        if batch.received:
+            name = batch.received[0][0].id
+            raise ValueError(f"request {name!r}: computed_tokens: this executor takes in no KV from elsewhere")
         self._move_blocks(batch)
-        rows = batch.rows
-        if not rows:
+        if not batch.rows:
             return StepResult(token_ids=[])
-        hidden_TH, ends = self._forward(self._model, rows)
-        token_ids = [-1] * len(rows)
-        logprobs: dict[int, TokenLogprobs] = {}
-        drawing = [index for index, row in enumerate(rows) if row.draws]
-        if drawing:
-            drawn_hidden = (
-                hidden_TH if len(drawing) == len(hidden_TH) else hidden_TH[self._to_device(ends[drawing] - 1)]
-            )
-            logits_SV = self._model.compute_logits(drawn_hidden)
-            sampled = sample(logits_SV, [rows[index].request for index in drawing])
-            for index, token_id in zip(drawing, sampled.token_ids, strict=True):
-                token_ids[index] = token_id
-            logprobs = {drawing[at]: entry for at, entry in sampled.logprobs.items()}
-        return StepResult(token_ids, logprobs, self._prompt_logprobs(self._model, rows, hidden_TH, ends))
+        changes = self._batch.seat(batch.rows)
+        self._sampler.sit_down(changes.newcomers)
+        if batch.num_tokens == len(batch.rows) and all(row.draws for row in batch.rows):
+            padded = self._graphs.padded(len(batch.rows))
+            drawing = self._batch.send_decode(batch.rows, changes, padded)
+            return self._draw(batch.rows, drawing, self._graphs.run(padded)[: len(batch.rows)], {})
+        return self._run_mixed(self._model, batch.rows, *self._batch.send_mixed(batch.rows, changes))
 
     def shutdown(self) -> None:
         """Give model and caches back; further calls of execute raise RuntimeError."""
         self._model = None
+        self._graphs = DecodeGraphs(self._decode, (), self.device)
         self.kv_cache = self.kv_cache.new_empty(0)
         self.host_cache = self.host_cache.new_empty(0)
+
+    def _decode(self, padded: int) -> torch.Tensor:
+        """Logits [P, V] of a step of P rows of one token each, from what lies on the device."""
+        assert self._model is not None
+        return self._model.compute_logits(self._model.forward(*self._batch.decode_inputs(padded)))
+
+    def _run_mixed(
+        self,
+        model: Decoder,
+        rows: Sequence[ScheduledRequest],
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionMetadata,
+        drawing: Drawing,
+    ) -> Pending:
+        hidden_TH = model.forward(token_ids, positions, attention)
+        prompts = prompt_logprobs(model.compute_logits, rows, hidden_TH)
+        if not drawing.rows:
+            return StepResult([-1] * len(rows), prompt_logprobs=prompts)
+        return self._draw(rows, drawing, model.compute_logits(hidden_TH[drawing.hidden_rows]), prompts)
+
+    def _draw(
+        self,
+        rows: Sequence[ScheduledRequest],
+        drawing: Drawing,
+        logits_SV: torch.Tensor,
+        prompts: Mapping[int, Sequence[TokenLogprobs]],
+    ) -> Pending:
+        """Draw the tokens, keep them for the next step, and send them home."""
+        requests = [rows[index].request for index in drawing.rows]
+        draw = self._sampler.draw(logits_SV, requests, drawing.seats, drawing.num_tokens)
+        token_ids = draw.sampled.token_ids
+        self._batch.store(token_ids, drawing.seats)
+        return _Step(len(rows), drawing.rows, draw, self._batch.staging.fetch(token_ids), prompts)
 
     def _move_blocks(self, batch: Batch) -> None:
         """Swaps out, then in, then copies on write: a block that leaves may be filled anew in the same step."""
@@ -115,57 +170,30 @@ class TorchExecutor:
         if batch.copies:
             kernels.copy_blocks(self.kv_cache, torch.tensor(batch.copies, dtype=torch.int64))
 
-    def _forward(self, model: Decoder, rows: Sequence[ScheduledRequest]) -> tuple[torch.Tensor, np.ndarray]:
-        """Hidden states [T, H] of the step's tokens, and where each row's tokens end, int64 [R]."""
-        size, num_rows = self._block_size, len(rows)
-        where = self._tables.update(rows)
-        starts = np.array([row.start for row in rows], dtype=np.int64)
-        counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
-        ends = counts.cumsum()
-        longest = int(counts.max())
-        if longest == 1:
-            token_ids = np.array([row.request.token_ids[row.start] for row in rows], dtype=np.int64)
-            positions, owners = starts, where
-        else:
-            chunks = (row.request.token_ids[row.start : row.start + row.num_tokens] for row in rows)
-            token_ids = np.fromiter(chain.from_iterable(chunks), dtype=np.int64, count=int(ends[-1]))
-            positions = np.arange(ends[-1]) + np.repeat(starts + counts - ends, counts)
-            owners = np.repeat(where, counts)
-        slots = self._tables.blocks_at(owners, positions // size).astype(np.int64) * size + positions % size
-        query_start_loc = np.zeros(num_rows + 1, dtype=np.int32)
-        query_start_loc[1:] = ends
-        seq_lens = (starts + counts).astype(np.int32)
-        max_seq_len = int(seq_lens.max())
-        attention = AttentionMetadata(
-            kv_cache=self.kv_cache,
-            slot_mapping=self._to_device(slots),
-            block_tables=self._to_device(self._tables.take(where, -(-max_seq_len // size))),
-            query_start_loc=self._to_device(query_start_loc),
-            seq_lens=self._to_device(seq_lens),
-            max_query_len=longest,
-            max_seq_len=max_seq_len,
-        )
-        return model.forward(self._to_device(token_ids), self._to_device(positions), attention), ends
 
-    def _prompt_logprobs(
-        self, model: Decoder, rows: Sequence[ScheduledRequest], hidden_TH: torch.Tensor, ends: np.ndarray
-    ) -> Mapping[int, Sequence[TokenLogprobs]]:
-        """For rows that ask: entries of prompt tokens start + 1 ..., as far as the row's logits predict such."""
-        entries: dict[int, list[TokenLogprobs]] = {}
-        for index, row in enumerate(rows):
-            wanted = row.request.sampling.prompt_logprobs
-            if wanted is None:
-                continue
-            last = min(row.start + row.num_tokens, row.request.num_prompt_tokens - 1)
-            targets = row.request.token_ids[row.start + 1 : last + 1]
-            first_row = int(ends[index]) - row.num_tokens
-            entries[index] = []
-            for at in range(0, len(targets), _PROMPT_LOGITS_AT_ONCE):
-                piece = targets[at : at + _PROMPT_LOGITS_AT_ONCE]
-                logits = model.compute_logits(hidden_TH[first_row + at : first_row + at + len(piece)])
-                entries[index] += token_logprobs(logits, piece, [wanted] * len(piece))
-        return entries
+class _Step:
+    """A launched step whose tokens are on their way."""
 
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self.device.type == "cpu" else tensor.to(self.device)
+    def __init__(
+        self,
+        num_rows: int,
+        drawing: Sequence[int],
+        draw: Draw,
+        arrival: Arrival,
+        prompts: Mapping[int, Sequence[TokenLogprobs]],
+    ) -> None:
+        self._num_rows, self._drawing, self._draw = num_rows, drawing, draw
+        self._arrival, self._prompts = arrival, prompts
+
+    def wait(self) -> StepResult:
+        """Raises ValueError: a row's logits are no numbers or leave nothing to draw; names the request."""
+        drawn = self._arrival.wait()
+        if min(drawn) < 0:
+            self._draw.check(drawn)
+        entries = self._draw.logprobs(drawn)
+        if len(drawn) == self._num_rows:
+            return StepResult(drawn, entries, self._prompts)
+        token_ids = [-1] * self._num_rows
+        for index, token_id in zip(self._drawing, drawn, strict=True):
+            token_ids[index] = token_id
+        return StepResult(token_ids, {self._drawing[at]: entry for at, entry in entries.items()}, self._prompts)

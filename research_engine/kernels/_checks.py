@@ -13,6 +13,7 @@ import torch
 
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+QUANTIZED_CACHE_DTYPES = (torch.float8_e4m3fn, torch.int8)
 
 
 def refuse(name: str, tensor: torch.Tensor, rule: str) -> NoReturn:
@@ -48,8 +49,8 @@ def check_last_contiguous(name: str, tensor: torch.Tensor) -> None:
         refuse(name, tensor, "the last dimension has to be contiguous (stride 1)")
 
 
-def check_integers(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], letters: str) -> None:
-    """A contiguous integer tensor of this shape."""
+def check_exactly(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], letters: str) -> None:
+    """A contiguous tensor of this dtype and shape."""
     if tensor.dtype is not dtype:
         raise TypeError(f"{name}: {tensor.dtype}; {dtype} is needed")
     if tensor.shape != shape:
@@ -63,6 +64,18 @@ def check_tiles(name: str, cache: torch.Tensor) -> None:
     strides, head_size = cache.stride(), cache.shape[-1]
     if (strides[-1] != 1 and head_size > 1) or (strides[-2] != head_size and cache.shape[-2] > 1):
         refuse(name, cache, "a (block, head) tile [B, D] has to be contiguous")
+
+
+def check_scales(
+    cache: torch.Tensor, num_kv_heads: int, key_scale: torch.Tensor | None, value_scale: torch.Tensor | None
+) -> None:
+    """Scales [Hkv] of a quantised cache's heads, both of them optional; a cache of floats has none."""
+    for name, scales in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if scales is None:
+            continue
+        if cache.dtype not in QUANTIZED_CACHE_DTYPES:
+            refuse(name, scales, f"caches of {cache.dtype} have no scales; those of float8_e4m3fn and int8 have")
+        check_exactly(name, scales, torch.float32, (num_kv_heads,), "[Hkv]")
 
 
 def check_blocks(name: str, cache: torch.Tensor) -> None:

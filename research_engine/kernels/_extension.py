@@ -58,6 +58,13 @@ def stream_of(tensor: torch.Tensor) -> int:
     return torch._C._cuda_getCurrentRawStream(tensor.get_device())
 
 
+def check_scale_values(key_scale: torch.Tensor | None, value_scale: torch.Tensor | None) -> None:
+    """Scales of a quantised cache are positive and finite; waits for the device. Raises ValueError."""
+    for name, scales in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if scales is not None:
+            _C.check_scales(name, host(scales))
+
+
 def host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in host memory, for checks of its values; waits for the device."""
     return tensor if tensor.is_cpu else tensor.cpu()

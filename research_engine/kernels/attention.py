@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 
 from research_engine.kernels._checks import (
+    QUANTIZED_CACHE_DTYPES,
     check_dtype,
-    check_integers,
+    check_exactly,
     check_last_contiguous,
     check_rows,
+    check_scales,
     check_tiles,
     refuse,
 )
-from research_engine.kernels._extension import _C, host, stream_of, traced
+from research_engine.kernels._extension import _C, check_scale_values, host, stream_of, traced
 
 PATHS = {"auto": 0, "simple": 1, "decode": 2, "prefill": 3, "decode_fma": 4, "prefill_fma": 5}
 CPU_PATHS = ("auto", "decode", "prefill")
@@ -32,6 +34,8 @@ def paged_attention(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     path: str = "auto",
@@ -50,8 +54,9 @@ def paged_attention(
 
     Args:
         query: `[T, Hq, D]`, last dimension contiguous.
-        key_cache: `[N, Hkv, B, D]`, (block, head) tiles contiguous, of query's dtype; Hq is a multiple G of Hkv.
-        value_cache: likewise.
+        key_cache: `[N, Hkv, B, D]`, (block, head) tiles contiguous, of query's dtype, float8_e4m3fn or int8; Hq is a
+            multiple G of Hkv. An element of a quantised cache stands for itself times `key_scale[head]`.
+        value_cache: likewise, of key_cache's dtype.
         block_tables: int32 `[R, max_blocks]`, rows contiguous: block of keys `[c * B, (c + 1) * B)` in column c.
             Columns that no visible key needs may hold anything.
         query_start_loc: int32 `[R + 1]`, contiguous: request r has rows `[query_start_loc[r], query_start_loc[r +
@@ -63,6 +68,8 @@ def paged_attention(
         softcap: limit of the scores' magnitude; None for none.
         alibi_slopes: float32 `[Hq]` (Press et al., 2108.12409).
         sinks: float32 `[Hq]`: each adds `exp(sink)` to its head's denominators (Xiao et al., 2309.17453).
+        key_scale: float32 `[Hkv]`, contiguous, positive: of the heads of a quantised key cache; None for 1.
+        value_scale: likewise.
         out: `[T, Hq, D]`, last dimension contiguous, of query's dtype; made when None.
         lse: float32 `[T, Hq]`, contiguous: takes the logarithms of the denominators, sinks included.
         path: "auto" picks a kernel for each request; "decode" and "prefill" force one. On CUDA also "simple", and
@@ -74,8 +81,8 @@ def paged_attention(
             split less (an error with split_size). Made and kept when None.
         max_query_len, max_seq_len: upper bounds over the batch, which a CUDA launch is sized by; None takes T and
             `max_blocks * B`.
-        check_values: check the values of tables, starts and lengths of a CUDA call too, which waits for the device.
-            Those of a CPU call always are.
+        check_values: check the values of tables, starts, lengths and cache scales of a CUDA call too, which waits for
+            the device. Those of a CPU call always are.
 
     Returns:
         `out`.
@@ -88,7 +95,8 @@ def paged_attention(
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     arguments = (
         query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, out, lse, alibi_slopes, sinks,
-        workspace, scale, causal, sliding_window, softcap, path, split_size, max_query_len, max_seq_len,
+        key_scale, value_scale, workspace, scale, causal, sliding_window, softcap, path, split_size, max_query_len,
+        max_seq_len,
     )  # fmt: skip
     if traced(query):
         torch.ops.research_engine.paged_attention(*arguments)
@@ -99,6 +107,7 @@ def paged_attention(
             query, key_cache, host(block_tables), host(query_start_loc), host(seq_lens), sliding_window or 0,
             max_query_len or 0, max_seq_len or 0,
         )  # fmt: skip
+        check_scale_values(key_scale, value_scale)
     _paged_attention(*arguments)
     return out
 
@@ -138,6 +147,8 @@ def _check(
     lse: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
     workspace: torch.Tensor | None,
     scale: float,
     causal: bool,
@@ -155,11 +166,17 @@ def _check(
     if query.stride(2) != 1:
         check_last_contiguous("query", query)
     cache_shape = key_cache.shape
-    if len(cache_shape) != 4 or cache_shape[3] != shape[2] or key_cache.dtype is not dtype:
-        refuse("key_cache", key_cache, f"it has to be [N, Hkv, B, D] with D = {shape[2]}, of query's dtype {dtype}")
+    cache_dtype = key_cache.dtype
+    if (
+        len(cache_shape) != 4
+        or cache_shape[3] != shape[2]
+        or (cache_dtype is not dtype and cache_dtype not in QUANTIZED_CACHE_DTYPES)
+    ):
+        rule = f"it has to be [N, Hkv, B, D] with D = {shape[2]}, of query's dtype {dtype}, float8_e4m3fn or int8"
+        refuse("key_cache", key_cache, rule)
     if cache_shape[1] == 0 or shape[1] % cache_shape[1]:
         refuse("query", query, f"Hq = {shape[1]} has to be a multiple of Hkv = {cache_shape[1]} (key_cache's)")
-    if value_cache.shape != cache_shape or value_cache.dtype is not dtype:
+    if value_cache.shape != cache_shape or value_cache.dtype is not cache_dtype:
         refuse("value_cache", value_cache, f"it has to be as key_cache, {list(cache_shape)} of {key_cache.dtype}")
     check_tiles("key_cache", key_cache)
     if value_cache.stride() != key_cache.stride():
@@ -170,10 +187,12 @@ def _check(
     if block_tables.stride(1) != 1:
         check_last_contiguous("block_tables", block_tables)
     requests = block_tables.shape[0]
-    check_integers("seq_lens", seq_lens, torch.int32, (requests,), "[R]")
-    check_integers("query_start_loc", query_start_loc, torch.int32, (requests + 1,), "[R + 1]")
+    check_exactly("seq_lens", seq_lens, torch.int32, (requests,), "[R]")
+    check_exactly("query_start_loc", query_start_loc, torch.int32, (requests + 1,), "[R + 1]")
     if lse is not None or alibi_slopes is not None or sinks is not None or workspace is not None:
         _check_optional_tensors(query, lse, alibi_slopes, sinks, workspace)
+    if key_scale is not None or value_scale is not None:
+        check_scales(key_cache, cache_shape[1], key_scale, value_scale)
     if path not in PATHS or (path not in CPU_PATHS and query.is_cpu):
         valid = ", ".join(CPU_PATHS if query.is_cpu else PATHS)
         raise ValueError(f"path={path!r}; on {query.device} it is one of {valid}")
@@ -233,6 +252,8 @@ def _paged_attention(
     lse: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
     workspace: torch.Tensor | None,
     scale: float,
     causal: bool,
@@ -245,7 +266,8 @@ def _paged_attention(
 ) -> None:
     _check(
         query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, out, lse, alibi_slopes, sinks,
-        workspace, scale, causal, sliding_window, softcap, path, split_size, max_query_len, max_seq_len,
+        key_scale, value_scale, workspace, scale, causal, sliding_window, softcap, path, split_size, max_query_len,
+        max_seq_len,
     )  # fmt: skip
     stream = stream_of(query)
     if workspace is None and not query.is_cpu:
@@ -261,8 +283,9 @@ def _paged_attention(
         workspace = _own_workspace(size, query.device, stream) if size else None
     _C.paged_attention(
         query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, out, lse, alibi_slopes, sinks,
-        workspace, scale, causal, sliding_window or 0, softcap or 0.0, max_query_len or query.shape[0],
-        max_seq_len or block_tables.shape[1] * key_cache.shape[2], PATHS[path], split_size or 0, stream,
+        key_scale, value_scale, workspace, scale, causal, sliding_window or 0, softcap or 0.0,
+        max_query_len or query.shape[0], max_seq_len or block_tables.shape[1] * key_cache.shape[2], PATHS[path],
+        split_size or 0, stream,
     )  # fmt: skip
 
 
@@ -285,9 +308,9 @@ _paged_attention_op = torch.library.custom_op(
     mutates_args=("out", "lse", "workspace"),
     schema=(
         "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor query_start_loc, "
-        "Tensor seq_lens, Tensor(a!) out, Tensor(b!)? lse, Tensor? alibi_slopes, Tensor? sinks, Tensor(c!)? workspace, "
-        "float scale, bool causal, int? sliding_window, float? softcap, str path, int? split_size, int? max_query_len, "
-        "int? max_seq_len) -> ()"
+        "Tensor seq_lens, Tensor(a!) out, Tensor(b!)? lse, Tensor? alibi_slopes, Tensor? sinks, Tensor? key_scale, "
+        "Tensor? value_scale, Tensor(c!)? workspace, float scale, bool causal, int? sliding_window, float? softcap, "
+        "str path, int? split_size, int? max_query_len, int? max_seq_len) -> ()"
     ),
 )
 _paged_attention_op.register_fake(_check)

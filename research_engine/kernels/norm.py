@@ -8,13 +8,18 @@ from research_engine.kernels._checks import check_dtype, check_last_contiguous, 
 from research_engine.kernels._extension import _C, stream_of, traced
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, sums in float32 (Zhang and Sennrich, 1910.07467).
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, weight_offset: float = 0.0, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * (weight_offset + weight)` over the last dimension, sums in float32.
+
+    (Zhang and Sennrich, 1910.07467.)
 
     Args:
         x: `[T, H]`, rows contiguous at any stride.
         weight: `[H]`, contiguous, of x's dtype.
         eps: added to the mean square.
+        weight_offset: added to the weight in float32; 1 in Gemma's norms.
         out: `[T, H]`, may be `x`; made when None.
 
     Returns:
@@ -27,28 +32,31 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Te
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if traced(x):
-        torch.ops.research_engine.rms_norm(x, weight, out, eps)
+        torch.ops.research_engine.rms_norm(x, weight, out, eps, weight_offset)
     else:
-        _rms_norm(x, weight, out, eps)
+        _rms_norm(x, weight, out, eps, weight_offset)
     return out
 
 
-def fused_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    """`residual += x`, then `x = rms_norm(residual) * weight`, both in place.
+def fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, weight_offset: float = 0.0
+) -> None:
+    """`residual += x`, then `x = rms_norm(residual) * (weight_offset + weight)`, both in place.
 
     Args:
         x: `[T, H]`, rows contiguous at any stride; changed.
         residual: `[T, H]`, likewise; changed. What is normed is the sum as stored, rounded to its dtype.
         weight: `[H]`, contiguous, of x's dtype.
         eps: added to the mean square.
+        weight_offset: added to the weight in float32.
 
     Raises:
         TypeError, ValueError: as `rms_norm`.
     """
     if traced(x):
-        torch.ops.research_engine.fused_add_rms_norm(x, residual, weight, eps)
+        torch.ops.research_engine.fused_add_rms_norm(x, residual, weight, eps, weight_offset)
     else:
-        _fused_add_rms_norm(x, residual, weight, eps)
+        _fused_add_rms_norm(x, residual, weight, eps, weight_offset)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, other: torch.Tensor, other_name: str) -> None:
@@ -61,35 +69,37 @@ def _check(x: torch.Tensor, weight: torch.Tensor, other: torch.Tensor, other_nam
     check_rows(other_name, other, dtype, shape, "x's, [T, H]")
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> None:
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, weight_offset: float) -> None:
     _check(x, weight, out, "out")
-    _C.rms_norm(x, weight, out, eps, stream_of(x))
+    _C.rms_norm(x, weight, out, eps, weight_offset, stream_of(x))
 
 
-def _fused_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+def _fused_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float
+) -> None:
     _check(x, weight, residual, "residual")
-    _C.fused_add_rms_norm(x, residual, weight, eps, stream_of(x))
+    _C.fused_add_rms_norm(x, residual, weight, eps, weight_offset, stream_of(x))
 
 
 _rms_norm_op = torch.library.custom_op(
     "research_engine::rms_norm",
     _rms_norm,
     mutates_args=("out",),
-    schema="(Tensor x, Tensor weight, Tensor(a!) out, float eps) -> ()",
+    schema="(Tensor x, Tensor weight, Tensor(a!) out, float eps, float weight_offset) -> ()",
 )
 _fused_add_rms_norm_op = torch.library.custom_op(
     "research_engine::fused_add_rms_norm",
     _fused_add_rms_norm,
     mutates_args=("x", "residual"),
-    schema="(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps) -> ()",
+    schema="(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps, float weight_offset) -> ()",
 )
 
 
 @_rms_norm_op.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> None:
+def _(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, weight_offset: float) -> None:
     _check(x, weight, out, "out")
 
 
 @_fused_add_rms_norm_op.register_fake
-def _(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+def _(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float) -> None:
     _check(x, weight, residual, "residual")

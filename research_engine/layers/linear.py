@@ -15,6 +15,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from research_engine.layers.invariant import in_tiles
+from research_engine.layers.quantized import QuantizedProduct
+
 _PACKING_ROWS = 512  # the layout oneDNN picks for so many rows is also the fastest one measured at 1 to 128
 
 
@@ -22,13 +25,28 @@ class Linear:
     """``y = x W^T + b`` for ``x [T, K]``, ``W [N, K]``; y has x's dtype.
 
     ``weight`` (and ``bias [N]``) are filled in place by the loader; ``pack()`` then moves the weight to the fastest
-    layout for its device, after which ``weight`` is None.
+    layout for its device, after which ``weight`` is None. Instead of filling it, ``quantize()`` puts a quantised weight
+    in its place; one that was made on the meta device and is to be filled after all needs ``materialize()`` before.
+
+    Attributes:
+        rows_at_once: compute so many rows in every product, so that no row depends on how many there are; None for all.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight: torch.Tensor | None = weight
         self.bias = bias
         self._packed: torch.Tensor | None = None
+        self._quantized: QuantizedProduct | None = None
+        self.rows_at_once: int | None = None
+
+    def quantize(self, product: QuantizedProduct) -> None:
+        """Mutates: the weight is given up for a quantised one."""
+        self._quantized, self.weight = product, None
+
+    def materialize(self, device: torch.device) -> None:
+        """Mutates: memory for the weight, contents undefined."""
+        assert self.weight is not None
+        self.weight = torch.empty_like(self.weight, device=device)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Views for the loader: ``{"weight": ...}`` and, with one, ``"bias"``. Valid until ``pack()``."""
@@ -42,8 +60,14 @@ class Linear:
             self.weight = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._product(x) if self.rows_at_once is None else in_tiles(self._product, x, self.rows_at_once)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        if self._quantized is not None:
+            product = self._quantized(x)
+            return product if self.bias is None else product.add_(self.bias)
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 

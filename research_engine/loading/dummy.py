@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from research_engine.models.config import ModelConfig, RopeScaling
+from research_engine.loading.dummy_shapes import DUMMY_SHAPES
+from research_engine.models.config import ModelConfig
+from research_engine.models.quantization import Quantization
 
 if TYPE_CHECKING:
     import torch
@@ -22,68 +24,26 @@ class DummyModel:
 
 
 DUMMY_MODELS = {
-    "dummy:tiny": DummyModel(
-        ModelConfig(
-            architecture="LlamaForCausalLM",
-            vocab_size=259,
-            hidden_size=128,
-            intermediate_size=256,
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=32,
-            rms_norm_eps=1e-5,
-            rope_theta=10000.0,
-            max_position_embeddings=8192,
-            bos_token_id=257,
-            eos_token_ids=(258,),
-        ),
-        has_tokenizer=True,
-    ),
-    "dummy:smollm2-135m": DummyModel(
-        ModelConfig(
-            architecture="LlamaForCausalLM",
-            vocab_size=49152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_layers=30,
-            num_heads=9,
-            num_kv_heads=3,
-            head_dim=64,
-            rms_norm_eps=1e-5,
-            rope_theta=100000.0,
-            max_position_embeddings=8192,
-            tie_word_embeddings=True,
-            bos_token_id=1,
-            eos_token_ids=(2,),
-        )
-    ),
-    "dummy:llama3-8b": DummyModel(
-        ModelConfig(
-            architecture="LlamaForCausalLM",
-            vocab_size=128256,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_layers=32,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            rms_norm_eps=1e-5,
-            rope_theta=500000.0,
-            max_position_embeddings=131072,
-            bos_token_id=128000,
-            eos_token_ids=(128001, 128008, 128009),
-            rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 8192),
-        )
-    ),
+    name: DummyModel(ModelConfig.from_hf(shape), has_tokenizer=name == "dummy:tiny")
+    for name, shape in DUMMY_SHAPES.items()
 }
+DUMMY_MODELS["dummy:tiny-awq"] = DummyModel(
+    replace(DUMMY_MODELS["dummy:tiny"].config, quantization=Quantization("awq", 4, 32)), has_tokenizer=True
+)
+
+
+def hf_config(name: str) -> dict[str, Any]:
+    """The config.json of a known shape, for other engines."""
+    return dict(DUMMY_SHAPES[name])
+
+
 BYTE_TOKENIZER_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 256, 257, 258
 
 _CHUNK = 1 << 22
 
 
 class DummyCheckpoint:
-    """Uniform weights of variance 1 / fan-in (norms: ones, biases: zeros): activations keep their size at any width.
+    """Uniform weights of variance 1 / fan-in (norms: ones in effect, biases: zeros): activations keep their size.
 
     A weight depends on the seed, its tensor's name and its index alone: the same on every device and in every dtype.
     """
@@ -91,11 +51,15 @@ class DummyCheckpoint:
     def __init__(self, name: str, config: ModelConfig, seed: int) -> None:
         import torch
 
-        from research_engine.models.registry import model_class
+        from research_engine.models.decoder import Decoder
 
         self.location = name
         self._seed = seed
-        blank = model_class(config.architecture)(config, dtype=torch.float32, device="meta")
+        self._norm = 1.0 - config.norm_offset
+        blank = Decoder(config, dtype=torch.float32, device="meta")
+        names = blank.names
+        self._lookups = [f"{names.prefix}{module}.weight" for module in (names.embedding, names.positions) if module]
+        self._transposed = names.transposed
         self._shapes = {name: tuple(view.shape) for name, view in blank.parameters().items()}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -108,14 +72,22 @@ class DummyCheckpoint:
 
         shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device=device)
-        width = (3.0 if "embed_tokens" in name else 3.0 / shape[-1]) ** 0.5
+            return torch.full(shape, 0.0 if name.endswith("bias") else self._norm, device=device)
+        width = (3.0 if name in self._lookups else 3.0 / shape[0 if self._transposed else -1]) ** 0.5
         out = torch.empty(shape, device=device)
-        flat, key = out.view(-1), zlib.crc32(f"{self._seed}:{name}".encode())
-        for start in range(0, flat.numel(), _CHUNK):
-            index = torch.arange(start, min(start + _CHUNK, flat.numel()), device=device)
-            flat[start : start + _CHUNK] = _uniform(index, key) * (2 * width) - width
+        flat = out.view(-1)
+        for start, uniform in hashed_uniform(flat.numel(), f"{self._seed}:{name}", device):
+            flat[start : start + len(uniform)] = uniform * (2 * width) - width
         return out
+
+
+def hashed_uniform(count: int, name: str, device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
+    """Pieces of ``count`` numbers in [0, 1), each with its beginning: float32, made of name and index alone."""
+    import torch
+
+    key = zlib.crc32(name.encode())
+    for start in range(0, count, _CHUNK):
+        yield start, _uniform(torch.arange(start, min(start + _CHUNK, count), device=device), key)
 
 
 def _uniform(index: torch.Tensor, key: int) -> torch.Tensor:

@@ -16,29 +16,40 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from research_engine.layers.quantized import QuantizedTensor
 from research_engine.loading.dequantize import GGML_TYPES, GgmlType, dequantize
 from research_engine.loading.errors import LoadError
+from research_engine.loading.gguf_packed import PACKABLE, quantized_blocks
+from research_engine.models.config import ModelConfig
+from research_engine.models.families import names_of
+from research_engine.models.gguf_config import config_from_gguf
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
-_MODULES = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+_PARTS = {  # llama.cpp's names of a layer's modules -> those of the shared definition
+    "attn_norm": "attention_norm",
+    "attn_q": "q",
+    "attn_k": "k",
+    "attn_v": "v",
+    "attn_qkv": "qkv",
+    "attn_q_norm": "q_norm",
+    "attn_k_norm": "k_norm",
+    "attn_output": "output",
+    "post_attention_norm": "attention_out_norm",
+    "ffn_norm": "mlp_norm",
+    "post_ffw_norm": "mlp_out_norm",
+    "ffn_gate": "gate",
+    "ffn_up": "up",
+    "ffn_down": "down",
+    "ffn_gate_inp": "router",
 }
-_TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
+_EXPERT_STACKS = {"ffn_gate_exps": "expert_gate", "ffn_up_exps": "expert_up", "ffn_down_exps": "expert_down"}
+_ROPE_FACTORS = {
+    "rope_freqs.weight": "freqs",
+    "rope_factors_short.weight": "short",
+    "rope_factors_long.weight": "long",
 }
-ROPE_FACTORS = "rope_freqs.weight"
 
 
 class TensorEntry(NamedTuple):
@@ -172,15 +183,29 @@ class GgufFile:
         return TensorEntry(name, shape, kind, start, prod(shape) // kind.block_weights * kind.block_bytes)
 
 
+class _Place(NamedTuple):
+    """Where a tensor of the model lies in the file, and how it differs from what the model wants."""
+
+    entry: TensorEntry
+    expert: int | None  # which matrix of a stack, None for all of the tensor
+    heads: int | None  # whose rows llama.cpp permuted
+    offset: float  # what llama.cpp added to every element
+
+
 class GgufCheckpoint:
-    """Weights of a ``llama`` GGUF file as the Hugging Face checkpoint had them, row permutation of Q and K undone."""
+    """Weights of a GGUF file as the Hugging Face checkpoint had them: row permutation of Q and K undone (``llama``
+    alone), stacks of experts taken apart, the 1 that is added to Gemma's norms taken off."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
-        metadata = file.metadata
-        self._heads = {"attn_q": metadata.get("llama.attention.head_count")}
-        self._heads["attn_k"] = metadata.get("llama.attention.head_count_kv", self._heads["attn_q"])
-        self._entries = {_hugging_face_name(name): e for name, e in file.tensors.items() if name != ROPE_FACTORS}
+        config = config_of(file)
+        self._names, self._kind = names_of(config.architecture), file.metadata["general.architecture"]
+        self._norm_offset = config.norm_offset
+        self._heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads} if self._kind == "llama" else {}
+        self._places: dict[str, _Place] = {}
+        for name, entry in file.tensors.items():
+            if name not in _ROPE_FACTORS:
+                self._places |= self._places_of(name, entry)
 
     @property
     def location(self) -> str:
@@ -189,39 +214,102 @@ class GgufCheckpoint:
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Every tensor but the rotary factors, which are configuration."""
-        return {name: entry.shape for name, entry in self._entries.items()}
+        return {
+            name: place.entry.shape if place.expert is None else place.entry.shape[1:]
+            for name, place in self._places.items()
+        }
 
     def read(self, name: str, device: torch.device) -> torch.Tensor:
         """One tensor, dequantised to float32."""
-        entry = self._entries[name]
+        entry, expert, heads, offset = self._places[name]
+        raw, shape = self._file.raw(entry), entry.shape
+        if expert is not None:
+            raw, shape = raw.reshape(shape[0], -1)[expert], shape[1:]
         with np.errstate(
             invalid="ignore", over="ignore"
         ):  # corrupt scales: found by the loader, which names the tensor
-            weight = dequantize(self._file.raw(entry), entry.kind).reshape(entry.shape)
-        heads = self._heads.get(entry.name.split(".")[2] if entry.name.startswith("blk.") else "")
+            weight = dequantize(raw, entry.kind).reshape(shape)
+        if offset:
+            weight -= offset
         return (weight if heads is None else _unpermute(weight, heads)).to(device)
 
+    def is_quantized(self, name: str) -> bool:
+        """Whether a tensor is a matrix in one of the formats that the kernels take as they are."""
+        place = self._places.get(name)
+        if place is None or place.entry.kind.name not in PACKABLE:
+            return False
+        return len(self.shapes()[name]) == 2
 
-def rope_factors(file: GgufFile) -> tuple[float, ...]:
-    """Divisors of the rotary frequencies that a file of a long-context model carries; empty without."""
-    entry = file.tensors.get(ROPE_FACTORS)
-    return () if entry is None else tuple(dequantize(file.raw(entry), entry.kind).tolist())
+    def quantized(self, name: str, device: torch.device) -> QuantizedTensor | None:
+        """A matrix as it is stored, None if it is in another format.
+
+        Raises:
+            LoadError: its scales are not finite.
+        """
+        if not self.is_quantized(name):
+            return None
+        entry, expert, heads, _ = self._places[name]
+        raw = self._file.raw(entry)
+        if expert is not None:
+            raw = raw.reshape(entry.shape[0], -1)[expert]
+        matrix = quantized_blocks(raw, entry.kind.name, self.shapes()[name][0])
+        if not all(bool(x.isfinite().all()) for x in (matrix.scales, matrix.offsets) if x is not None):
+            raise LoadError(f"{self.location}: tensor {name!r} has scales that are not finite: corrupt")
+        if heads is not None:
+            matrix = matrix.with_rows(_unpermute(torch.arange(matrix.values.shape[0]), heads))
+        return matrix.to(device)
+
+    def _places_of(self, name: str, entry: TensorEntry) -> dict[str, _Place]:
+        """By the names that the model knows; unknown ones stay as they are, for the loader to refuse."""
+        names, whole = self._names, _Place(entry, None, None, 0.0)
+        top = {
+            "token_embd.weight": f"{names.prefix}{names.embedding}.weight",
+            "output_norm.weight": f"{names.prefix}{names.final_norm}.weight",
+            "output.weight": f"{names.head}.weight",
+        }
+        if name in top:
+            return {top[name]: whole._replace(offset=self._norm_offset if name == "output_norm.weight" else 0.0)}
+        match = re.fullmatch(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)", name)
+        if match is None:
+            return {name: whole}
+        layer, module, kind = int(match[1]), match[2], match[3]
+        if module in _EXPERT_STACKS and _EXPERT_STACKS[module] in names.parts and len(entry.shape) == 3:
+            return {
+                f"{names.part(layer, _EXPERT_STACKS[module], n)}.{kind}": whole._replace(expert=n)
+                for n in range(entry.shape[0])
+            }
+        part = _PARTS.get(module, "")
+        if part == "up" and "gate_up" in names.parts:  # Phi-3's holds the gate, too
+            part = "gate_up"
+        if part not in names.parts:
+            return {name: whole}
+        offset = self._norm_offset if part.endswith("norm") else 0.0
+        place = whole._replace(heads=self._heads.get(module), offset=offset)
+        return {f"{names.part(layer, part)}.{kind}": place}
+
+
+def config_of(file: GgufFile) -> ModelConfig:
+    """The configuration that the file's metadata describes.
+
+    Raises:
+        ConfigError: a key is missing, or its value is one this project does not implement.
+    """
+    return config_from_gguf(file.metadata, tied="output.weight" not in file.tensors, rope_factors=_rope_factors(file))
+
+
+def _rope_factors(file: GgufFile) -> dict[str, tuple[float, ...]]:
+    """Divisors of the rotary frequencies that a file of a long-context model carries."""
+    return {
+        kind: tuple(dequantize(file.raw(entry), entry.kind).tolist())
+        for name, kind in _ROPE_FACTORS.items()
+        if (entry := file.tensors.get(name)) is not None
+    }
 
 
 def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """llama.cpp rotates neighbours, so its files hold rows i and i + D/2 of each head side by side: put them back."""
     half = weight.shape[0] // heads // 2
     return weight.reshape(heads, half, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
-
-
-def _hugging_face_name(name: str) -> str:
-    """The name under which the model knows a tensor; unknown ones stay as they are, for the loader to refuse."""
-    if name in _TOP:
-        return _TOP[name]
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if match and match[2] in _MODULES:
-        return f"model.layers.{match[1]}.{_MODULES[match[2]]}.{match[3]}"
-    return name
 
 
 def _type_name(number: int) -> str:

@@ -39,14 +39,17 @@ def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer | None:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level(use_regex=True)])
     if name in ("gpt-2", "default"):
         return _byte_level(use_regex=True)
-    if name in ("llama-bpe", "llama3", "llama-v3"):
+    if name in ("llama-bpe", "llama3", "llama-v3", "qwen2"):
+        rule = _LLAMA3 if name != "qwen2" else _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")  # one digit at a time
         return pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(Regex(_LLAMA3), behavior="isolated"), _byte_level(use_regex=False)]
+            [pre_tokenizers.Split(Regex(rule), behavior="isolated"), _byte_level(use_regex=False)]
         )
     return None
 
 
-_PRE_TOKENIZERS = ("smollm", "starcoder", "refact", "command-r", "gpt-2", "default", "llama-bpe", "llama3", "llama-v3")
+_PRE_TOKENIZERS = (
+    "smollm", "starcoder", "refact", "command-r", "gpt-2", "default", "llama-bpe", "llama3", "llama-v3", "qwen2",
+)  # fmt: skip
 
 
 def build_backend(metadata: Mapping[str, Any], location: str) -> tokenizers.Tokenizer:

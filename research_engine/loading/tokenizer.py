@@ -30,6 +30,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: ids the tokenizer knows, added tokens included; the model's vocabulary may be padded beyond it.
+        base_vocab_size: without added tokens; a model must have an embedding for each of these.
         bos_token_id: begin of text, or None.
         eos_token_ids: tokens that end a text.
     """
@@ -46,6 +47,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.base_vocab_size: int = backend.get_vocab_size(with_added_tokens=False)
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         tokens = {
@@ -112,10 +114,13 @@ class Tokenizer:
         return token
 
 
-def tokenizer_from_directory(directory: Path, eos_token_ids: Sequence[int] = ()) -> Tokenizer:
+def tokenizer_from_directory(
+    directory: Path, eos_token_ids: Sequence[int] = (), *, trust_remote_code: bool = False
+) -> Tokenizer:
     """Read ``tokenizer.json`` (or what transformers can turn into one), its configuration and chat template.
 
-    ``eos_token_ids`` are the model's own; the tokenizer's end token is added to them.
+    ``eos_token_ids`` are the model's own; the tokenizer's end token is added to them. With ``trust_remote_code`` the
+    code that a repository brings for its tokenizer is run where there is no ``tokenizer.json``.
 
     Raises:
         LoadError: there is no tokenizer, or a file of it is corrupt.
@@ -125,7 +130,9 @@ def tokenizer_from_directory(directory: Path, eos_token_ids: Sequence[int] = ())
     try:
         if config_path.exists():
             config = json.loads(config_path.read_text(encoding="utf-8"))
-        backend = tokenizers.Tokenizer.from_file(str(path)) if path.exists() else _converted(directory)
+        backend = (
+            tokenizers.Tokenizer.from_file(str(path)) if path.exists() else _converted(directory, trust_remote_code)
+        )
         template = _template_of(directory, config)
     except LoadError:
         raise
@@ -136,15 +143,23 @@ def tokenizer_from_directory(directory: Path, eos_token_ids: Sequence[int] = ())
     return Tokenizer(backend, bos_token_id=bos, eos_token_ids=ends, chat_template=template)
 
 
-def _converted(directory: Path) -> tokenizers.Tokenizer:
-    if not any((directory / name).exists() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
+def _converted(directory: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:
+    known = any((directory / name).exists() for name in ("tokenizer.model", "vocab.json", "vocab.txt"))
+    if not known and not trust_remote_code:
         raise LoadError(
             f"{directory}: no tokenizer (tokenizer.json, tokenizer.model, vocab.json or vocab.txt); copy it there, "
             "or pass token ids and skip_tokenizer_init=True"
         )
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(directory), local_files_only=True).backend_tokenizer
+    made = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=trust_remote_code)
+    backend = getattr(made, "backend_tokenizer", None)
+    if backend is None:
+        raise LoadError(
+            f"{directory}: the tokenizer {type(made).__name__} is written in Python and cannot be turned into a fast "
+            "one; pass token ids and skip_tokenizer_init=True"
+        )
+    return backend
 
 
 def _token_id(backend: tokenizers.Tokenizer, token: Any) -> int | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .fairness import Service, ServiceDifference, service_difference, service_of
+from .batch_means import BatchMeans, batch_means, batch_means_of
+from .fairness import Service, ServiceDifference, client_rates, service_difference, service_of
 from .frames import read_frames, requests_frame, steps_frame
 from .latency import (
     e2e,
@@ -17,11 +18,12 @@ from .latency import (
 from .memory import KVSplit, KVUsage, PreemptionCost, kv_split, kv_usage, preemption_cost
 from .summary import SLO, percentiles, summarize
 from .trace import chrome_trace
-from .validity import arrival_rates, queue_grows
+from .validity import QueueTrend, arrival_rates, counts_grow, queue_grows, queue_trend, service_seconds
 
 __all__ = [
-    "KVSplit", "KVUsage", "PreemptionCost", "SLO", "Service", "ServiceDifference", "arrival_rates", "chrome_trace",
-    "e2e", "inter_token_latencies", "is_completed", "kv_split", "kv_usage", "normalized_latency", "percentiles",
-    "preemption_cost", "queue_grows", "queueing_delay", "read_frames", "request_token_times", "requests_frame",
-    "service_difference", "service_of", "steps_frame", "summarize", "tpot", "ttft",
+    "BatchMeans", "KVSplit", "KVUsage", "PreemptionCost", "QueueTrend", "SLO", "Service", "ServiceDifference",
+    "arrival_rates", "batch_means", "batch_means_of", "chrome_trace", "client_rates", "counts_grow", "e2e",
+    "inter_token_latencies", "is_completed", "kv_split", "kv_usage", "normalized_latency", "percentiles",
+    "preemption_cost", "queue_grows", "queue_trend", "queueing_delay", "read_frames", "request_token_times",
+    "requests_frame", "service_difference", "service_of", "service_seconds", "steps_frame", "summarize", "tpot", "ttft",
 ]  # fmt: skip

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from research_engine.engine.records import Records
+import numpy as np
+
+from research_engine.engine.records import Records, RequestRecord
 
 VOID_BEYOND = 0.01
 GROWTH = 1.5
@@ -67,6 +69,16 @@ def queue_grows(records: Records) -> bool:
     last one at least 1.5 times its mean over the three before.
     """
     arrivals = [record.arrival_time for record in records.requests]
+    return counts_grow(arrivals, ((step.started, step.num_running + step.num_waiting) for step in records.steps))
+
+
+def counts_grow(arrivals: Sequence[float], in_system: Iterable[tuple[float, int]]) -> bool:
+    """`queue_grows` for whoever has no steps to look at, such as a client.
+
+    Args:
+        arrivals: scheduled, in seconds.
+        in_system: (time, requests in the system), as often as one looked.
+    """
     if len(arrivals) < 2 * _PARTS:
         return False
     first, last = min(arrivals), max(arrivals)
@@ -74,11 +86,57 @@ def queue_grows(records: Records) -> bool:
     if width <= 0:
         return False
     counts: list[list[int]] = [[] for _ in range(_PARTS)]
-    for step in records.steps:
-        part = int((step.started - first) / width)
+    for time, count in in_system:
+        part = int((time - first) / width)
         if 0 <= part < _PARTS:
-            counts[part].append(step.num_running + step.num_waiting)
+            counts[part].append(count)
     means = [sum(part) / len(part) if part else 0.0 for part in counts]
     before = sum(means[:-1]) / (_PARTS - 1)
     rises = all(left < right for left, right in pairwise(means))
     return rises and means[-1] >= GROWTH * before
+
+
+class QueueTrend(NamedTuple):
+    """Whether a system keeps up with its arrivals.
+
+    Attributes:
+        grows: it does not, by the rule of `queue_grows`, with the number of requests in the system as each one arrives.
+        growth: requests per second by which that number rises over the second half of the arrivals, by least squares;
+            0 where it falls.
+    """
+
+    grows: bool
+    growth: float
+
+
+def queue_trend(requests: Sequence[RequestRecord]) -> QueueTrend:
+    """The same from the requests' records alone, for runs that keep no steps.
+
+    A request is in the system from its arrival to its last token; a refused one never is. Fewer than 8 tell nothing,
+    nor do arrivals over less than four times as long as a request takes from its first step to its last token: the
+    system is filling then, whatever comes later.
+    """
+    served = [record for record in requests if record.finish_time is not None]
+    if len(served) < 2 * _PARTS:
+        return QueueTrend(False, 0.0)
+    arrivals = np.sort([record.arrival_time for record in served])
+    ends = np.sort([record.finish_time for record in served])
+    inside = np.arange(1, len(served) + 1) - np.searchsorted(ends, arrivals, side="right")
+    span = arrivals[-1] - arrivals[0]
+    if span <= 0 or span < _PARTS * service_seconds(served):
+        return QueueTrend(False, 0.0)
+    late = arrivals - arrivals[0] >= span / 2
+    slope = np.polyfit(arrivals[late] - arrivals[0], inside[late], 1)[0] if late.sum() > 1 else 0.0
+    return QueueTrend(
+        counts_grow(arrivals.tolist(), zip(arrivals.tolist(), inside.tolist(), strict=True)), max(0.0, float(slope))
+    )
+
+
+def service_seconds(requests: Sequence[RequestRecord]) -> float:
+    """Mean time from the first step of a request to its last token, waiting before it left out; 0 without any."""
+    times = [
+        record.last_token_time - record.first_scheduled_time
+        for record in requests
+        if record.last_token_time is not None and record.first_scheduled_time is not None
+    ]
+    return sum(times) / len(times) if times else 0.0

@@ -1,4 +1,4 @@
-"""The shape and constants of a model, read from a Hugging Face config.json or from GGUF metadata, and checked."""
+"""The shape and constants of a decoder, and in what its family differs from Llama; checked on construction."""
 
 from __future__ import annotations
 
@@ -7,60 +7,66 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-ROPE_KINDS = ("linear", "llama3", "factors")
+from research_engine.models.errors import ConfigError
+from research_engine.models.quantization import Quantization
+from research_engine.models.rope import Rope, RopeScaling
+
+__all__ = ["ConfigError", "ModelConfig", "Rope", "RopeScaling"]
+
 MAX_POSITIONS = 1 << 24  # beyond any model; the rotary table has a row for each
+_MOST = {  # of sizes; beyond any model, and small enough that products of two stay far from 2**63
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "num_layers": 1 << 14,
+    "num_heads": 1 << 14,
+    "num_kv_heads": 1 << 14,
+    "head_dim": 1 << 13,
+    "max_position_embeddings": MAX_POSITIONS,
+    "embedding_size": 1 << 20,
+    "num_experts": 1 << 14,
+    "experts_per_token": 1 << 14,
+    "expert_size": 1 << 22,
+}
+_CHOICES = {
+    "norm": ("rms", "layer"),
+    "norm_placement": ("pre", "sandwich", "post"),
+    "activation": ("silu", "gelu", "gelu_tanh", "relu"),
+}
 
 
-class ConfigError(ValueError):
-    """A model configuration breaks a rule; the message names the key, its value and the rule."""
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """How the rotary frequencies of a longer context differ from those of the original one.
-
-    - ``linear``: every frequency divided by ``factor`` (Chen et al. 2023, position interpolation).
-    - ``llama3``: frequencies of wavelengths above ``original_max_position_embeddings / low_freq_factor`` divided by
-      ``factor``, those below ``.../high_freq_factor`` kept, a linear blend between (the Llama 3.1 release).
-    - ``factors``: frequency ``i`` divided by ``factors[i]`` (what GGUF files store as ``rope_freqs.weight``).
-    """
-
-    kind: str
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 0
-    factors: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.kind not in ROPE_KINDS:
-            raise ConfigError(f"rope scaling {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
-        if not (self.factor > 0 and math.isfinite(self.factor)):
-            raise ConfigError(f"rope scaling factor must be a positive number, got {self.factor}")
-        if self.kind == "llama3":
-            if self.original_max_position_embeddings <= 0:
-                raise ConfigError(
-                    "llama3 rope scaling needs original_max_position_embeddings > 0, "
-                    f"got {self.original_max_position_embeddings}"
-                )
-            if not 0 < self.low_freq_factor < self.high_freq_factor:
-                raise ConfigError(
-                    "llama3 rope scaling needs 0 < low_freq_factor < high_freq_factor, "
-                    f"got {self.low_freq_factor} and {self.high_freq_factor}"
-                )
-        if self.kind == "factors" and not (self.factors and all(f > 0 and math.isfinite(f) for f in self.factors)):
-            raise ConfigError(f"rope frequency factors must be positive numbers, got {self.factors}")
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Everything a model of the Llama family is built from. Sizes count elements; ids count tokens of the vocabulary.
+    """Everything a decoder is built from; the defaults are Llama's. Sizes count elements, ids tokens of the vocabulary.
 
-    ``attention_bias`` puts biases on the query, key and value projections, ``output_bias`` on the attention's output
-    projection, ``mlp_bias`` on the three projections of the MLP.
+    Args:
+        intermediate_size: of a dense feed-forward layer.
+        norm_eps: added under the root of every norm.
+        rope: rotary positions, None without; local_rope: those of layers with a window, where they differ.
+        max_position_embeddings: the longest sequence.
+        attention_bias, output_bias, mlp_bias: biases on the query, key and value projections; on the attention's output
+            projection; on the projections of the feed-forward layer.
+        norm: "rms" or "layer" (mean removed, with bias); norm_offset: what is added to a norm's stored weight (Gemma's
+            norms are 1 + w).
+        norm_placement: "pre" norms what enters attention and feed-forward layer, "sandwich" also what leaves them,
+            before it is added; "post" norms the sum after it was added.
+        final_norm: whether the last layer's output is normed.
+        qk_norm: whether every query and key head is normed before it is rotated.
+        activation, gated: of the feed-forward layer: act(gate(x)) * up(x), or act(up(x)).
+        attention_scale: factor of query-key products, None for head_dim ** -0.5; scale_by_layer: divided by the number
+            of the layer, counted from 1, as well.
+        attention_softcap, logit_softcap: c in c * tanh(x / c), of attention scores and logits; None without.
+        windows: how many keys a row of each layer sees, its own included, None for all; empty: None for every layer.
+        embedding_scale: factor of the token embeddings.
+        embedding_size: of the token embeddings where it is not hidden_size; a projection leads in and one out.
+        position_offset: learned position embeddings, position p in row p + offset; None without.
+        num_experts: of a mixture-of-experts layer, 0 without; experts_per_token: how many a token takes;
+            expert_size: intermediate size of an expert; normalize_experts: whether the shares of those taken sum to 1.
+        dense_layers: layers with an ordinary feed-forward layer in a model with experts.
+        quantization: of the checkpoint's matrices, None for floats.
 
     Raises:
-        ConfigError: a size is not positive, heads do not divide, or a token id lies outside the vocabulary.
+        ConfigError: a value is out of range, heads do not divide, or a token id lies outside the vocabulary.
     """
 
     architecture: str
@@ -71,48 +77,98 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
+    norm_eps: float
     max_position_embeddings: int
-    rope_scaling: RopeScaling | None = None
+    rope: Rope | None = None
+    local_rope: Rope | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    norm: str = "rms"
+    norm_offset: float = 0.0
+    norm_placement: str = "pre"
+    final_norm: bool = True
+    qk_norm: bool = False
+    activation: str = "silu"
+    gated: bool = True
+    attention_scale: float | None = None
+    scale_by_layer: bool = False
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    windows: tuple[int | None, ...] = ()
+    embedding_scale: float = 1.0
+    embedding_size: int | None = None
+    position_offset: int | None = None
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    normalize_experts: bool = True
+    dense_layers: tuple[int, ...] = ()
+    quantization: Quantization | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value <= 0):
-                raise ConfigError(f"{field.name} must be a positive integer, got {value!r}")
-            if field.type == "float" and not (isinstance(value, (int, float)) and value > 0 and math.isfinite(value)):
-                raise ConfigError(f"{field.name} must be a positive number, got {value!r}")
-        if self.max_position_embeddings > MAX_POSITIONS:
-            raise ConfigError(
-                f"max_position_embeddings must be at most {MAX_POSITIONS}, got {self.max_position_embeddings}"
-            )
+            self._check_field(field.name, str(field.type), getattr(self, field.name))
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
             )
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
-        if (
-            self.rope_scaling
-            and self.rope_scaling.kind == "factors"
-            and len(self.rope_scaling.factors) != self.head_dim // 2
-        ):
+        for rope in (self.rope, self.local_rope):
+            if rope is not None and rope.dim > self.head_dim:
+                raise ConfigError(f"rope turns {rope.dim} elements of a head, which has {self.head_dim}")
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ConfigError(f"windows must name each of {self.num_layers} layers, got {len(self.windows)}")
+        for window in self.windows:
+            if window is not None and not (_is_integer(window) and window > 0):
+                raise ConfigError(f"a sliding window must be a positive integer or None, got {window!r}")
+        if self.num_experts and not (0 < self.experts_per_token <= self.num_experts and self.expert_size > 0):
             raise ConfigError(
-                f"rope frequency factors must number head_dim / 2 = {self.head_dim // 2}, "
-                f"got {len(self.rope_scaling.factors)}"
+                f"a model with experts needs 1 <= experts_per_token <= num_experts = {self.num_experts} and an "
+                f"expert_size >= 1, got {self.experts_per_token} and {self.expert_size}"
             )
+        for layer in self.dense_layers:
+            if not (_is_integer(layer) and 0 <= layer < self.num_layers):
+                raise ConfigError(f"dense layer {layer!r} is none of {self.num_layers} layers")
         for token_id in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
-            if not isinstance(token_id, int) or isinstance(token_id, bool):
+            if not _is_integer(token_id):
                 raise ConfigError(f"special token id {token_id!r} must be an integer")
             if not 0 <= token_id < self.vocab_size:
                 raise ConfigError(f"special token id {token_id} lies outside the vocabulary of {self.vocab_size}")
+
+    @staticmethod
+    def _check_field(name: str, kind: str, value: Any) -> None:
+        if name in _CHOICES and value not in _CHOICES[name]:
+            raise ConfigError(f"{name} must be one of {', '.join(_CHOICES[name])}, got {value!r}")
+        if name in _MOST and value is not None:
+            least = 0 if "expert" in name else 1
+            if not _is_integer(value) or value < least:
+                raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+            if value > _MOST[name]:
+                raise ConfigError(f"{name} must be at most {_MOST[name]}, got {value}")
+        if kind == "bool" and not isinstance(value, bool):
+            raise ConfigError(f"{name} must be true or false, got {value!r}")
+        if name == "position_offset" and value is not None and not (_is_integer(value) and 0 <= value <= 1024):
+            raise ConfigError(f"position_offset must be an integer from 0 to 1024, got {value!r}")
+        if kind.startswith("float") and name != "norm_offset" and not (value is None and "None" in kind):
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (number and value > 0 and math.isfinite(value)):
+                raise ConfigError(f"{name} must be a positive number, got {value!r}")
+
+    def window(self, layer: int) -> int | None:
+        """How many keys a row of the layer sees, its own included; None for all."""
+        return self.windows[layer] if self.windows else None
+
+    def scale(self, layer: int) -> float:
+        """Factor of the layer's query-key products."""
+        scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        return scale / (layer + 1) if self.scale_by_layer else scale
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer's feed-forward part is a mixture of experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -122,172 +178,39 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Weights of the model, a tied output projection counted once."""
-        q, kv, hidden, inter = (
-            self.num_heads * self.head_dim,
-            self.num_kv_heads * self.head_dim,
-            self.hidden_size,
-            self.intermediate_size,
-        )
+        hidden, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        norm = hidden * (2 if self.norm == "layer" else 1)
         attention = hidden * (q + 2 * kv) + q * hidden + self.attention_bias * (q + 2 * kv) + self.output_bias * hidden
-        mlp = 3 * hidden * inter + self.mlp_bias * (2 * inter + hidden)
-        embeddings = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * (attention + mlp + 2 * hidden) + hidden + embeddings
+        attention += 2 * self.head_dim * self.qk_norm
+        num_norms = 4 if self.norm_placement == "sandwich" else 2
+        widths = (2 if self.gated else 1) * self.intermediate_size
+        dense = hidden * (widths + self.intermediate_size) + self.mlp_bias * (widths + hidden)
+        experts = self.num_experts * 3 * hidden * self.expert_size + self.num_experts * hidden
+        num_sparse = sum(map(self.has_experts, range(self.num_layers)))
+        embedded = self.embedding_size or hidden
+        total = self.vocab_size * embedded * (1 if self.tie_word_embeddings else 2)
+        total += 2 * embedded * hidden if self.embedding_size is not None else 0
+        if self.position_offset is not None:
+            total += (self.max_position_embeddings + self.position_offset) * hidden
+        total += norm * self.final_norm + self.num_layers * (attention + num_norms * norm)
+        return total + num_sparse * experts + (self.num_layers - num_sparse) * dense
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
-        """Read the dictionary of a Hugging Face ``config.json``.
+        """See `hf_config.config_from_hf`."""
+        from research_engine.models.hf_config import config_from_hf
 
-        ``generation_config`` (``generation_config.json``), when it names end tokens, wins over ``config``, as in
-        transformers' ``generate``.
-
-        Raises:
-            ConfigError: a key is missing, or its value is one this project does not implement.
-        """
-        architectures = config.get("architectures") or []
-        if not isinstance(architectures, list) or len(architectures) != 1:
-            raise ConfigError(f"config.json must name exactly one entry under 'architectures', got {architectures!r}")
-        _refuse(config, "hidden_act", ("silu", "swish"), default="silu")
-        if config.get("quantization_config"):
-            method = _mapping(config, "quantization_config").get("quant_method", "an unnamed method")
-            raise ConfigError(
-                f"weights quantized with {method} are not supported; use the float safetensors or a GGUF file"
-            )
-        if (config.get("pretraining_tp") or 1) != 1:
-            raise ConfigError(f"pretraining_tp must be 1, got {config['pretraining_tp']}")
-        hidden_size, num_heads = _need(config, "hidden_size", int), _need(config, "num_attention_heads", int)
-        head_dim = config.get("head_dim")
-        if head_dim is None:
-            if num_heads <= 0 or hidden_size % num_heads:
-                raise ConfigError(
-                    f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}, "
-                    "and config.json gives no head_dim"
-                )
-            head_dim = hidden_size // num_heads
-        theta, scaling = _rope_from_hf(config)
-        bias = bool(config.get("attention_bias", False))
-        eos = (generation_config or {}).get("eos_token_id")
-        return cls(
-            architecture=architectures[0],
-            vocab_size=_need(config, "vocab_size", int),
-            hidden_size=hidden_size,
-            intermediate_size=_need(config, "intermediate_size", int),
-            num_layers=_need(config, "num_hidden_layers", int),
-            num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads,
-            head_dim=head_dim,
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            max_position_embeddings=_need(config, "max_position_embeddings", int),
-            rope_scaling=scaling,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bias,
-            output_bias=bias,
-            mlp_bias=bool(config.get("mlp_bias", False)),
-            bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=_ids(config.get("eos_token_id") if eos is None else eos),
-        )
+        return config_from_hf(config, generation_config)
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any], *, tied: bool, rope_factors: tuple[float, ...] = ()) -> ModelConfig:
-        """Read the metadata of a GGUF file of llama.cpp's ``llama`` architecture.
+    def from_gguf(
+        cls, metadata: Mapping[str, Any], *, tied: bool, rope_factors: Mapping[str, tuple[float, ...]] | None = None
+    ) -> ModelConfig:
+        """See `gguf_config.config_from_gguf`."""
+        from research_engine.models.gguf_config import config_from_gguf
 
-        ``tied`` says that the file has no ``output.weight``; ``rope_factors`` is its ``rope_freqs.weight``, if any.
-
-        Raises:
-            ConfigError: a key is missing, or its value is one this project does not implement.
-        """
-        architecture = _need(metadata, "general.architecture", str)
-        if architecture != "llama":
-            raise ConfigError(f"GGUF architecture {architecture!r} is not supported; supported: llama")
-
-        def need(key: str, kind: type) -> Any:
-            return _need(metadata, f"llama.{key}", kind)
-
-        if metadata.get("llama.expert_count", 0):
-            raise ConfigError(
-                f"mixtures of experts are not supported, llama.expert_count is {metadata['llama.expert_count']}"
-            )
-        hidden_size, num_heads = need("embedding_length", int), need("attention.head_count", int)
-        head_dim = metadata.get("llama.attention.key_length") or metadata.get("llama.rope.dimension_count")
-        if head_dim is None:
-            if num_heads <= 0 or hidden_size % num_heads:
-                raise ConfigError(
-                    f"llama.embedding_length {hidden_size} is not a multiple of llama.attention.head_count "
-                    f"{num_heads}, and the file gives no llama.rope.dimension_count"
-                )
-            head_dim = hidden_size // num_heads
-        for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
-            if metadata.get(key, head_dim) != head_dim:
-                raise ConfigError(f"{key} must equal the head size {head_dim}, got {metadata[key]}")
-        scaling = RopeScaling("factors", factors=rope_factors) if rope_factors else None
-        kind = metadata.get("llama.rope.scaling.type", "none")
-        if kind == "linear":
-            scaling = RopeScaling("linear", factor=need("rope.scaling.factor", float))
-        elif kind != "none":
-            raise ConfigError(f"llama.rope.scaling.type must be none or linear, got {kind!r}")
-        tokens = metadata.get("tokenizer.ggml.tokens")
-        vocab_size = metadata.get("llama.vocab_size") or (len(tokens) if tokens else None)
-        if vocab_size is None:
-            raise ConfigError("the GGUF file gives neither llama.vocab_size nor tokenizer.ggml.tokens")
-        ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        return cls(
-            architecture="LlamaForCausalLM",
-            vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            intermediate_size=need("feed_forward_length", int),
-            num_layers=need("block_count", int),
-            num_heads=num_heads,
-            num_kv_heads=metadata.get("llama.attention.head_count_kv", num_heads),
-            head_dim=head_dim,
-            rms_norm_eps=need("attention.layer_norm_rms_epsilon", float),
-            rope_theta=metadata.get("llama.rope.freq_base", 10000.0),
-            max_position_embeddings=need("context_length", int),
-            rope_scaling=scaling,
-            tie_word_embeddings=tied,
-            bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-            eos_token_ids=tuple(end for i, end in enumerate(ends) if end is not None and end not in ends[:i]),
-        )
+        return config_from_gguf(metadata, tied=tied, rope_factors=rope_factors or {})
 
 
-def _need(config: Mapping[str, Any], key: str, kind: type) -> Any:
-    """``config[key]``, of the wanted type; an integer passes for a float."""
-    if key not in config or config[key] is None:
-        raise ConfigError(f"the model's configuration lacks {key!r}")
-    value = config[key]
-    wanted = (int, float) if kind is float else kind
-    if not isinstance(value, wanted) or isinstance(value, bool):
-        raise ConfigError(f"{key} must be of type {kind.__name__}, got {value!r}")
-    return value
-
-
-def _refuse(config: Mapping[str, Any], key: str, allowed: tuple[Any, ...], default: Any) -> None:
-    value = config.get(key, default)
-    if value not in allowed:
-        raise ConfigError(f"{key} must be one of {', '.join(map(str, allowed))}, got {value!r}")
-
-
-def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key) or {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{key} must be a mapping, got {value!r}")
-    return value
-
-
-def _ids(value: Any) -> tuple[Any, ...]:
-    """One id, a list of them or none; what they are is checked with the rest."""
-    return () if value is None else tuple(value) if isinstance(value, list) else (value,)
-
-
-def _rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
-    parameters = _mapping(config, "rope_parameters") or _mapping(config, "rope_scaling")
-    theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind not in ("linear", "llama3"):
-        raise ConfigError(f"rope scaling {kind!r} is not supported; supported: default, linear, llama3")
-    keys = ["factor"]
-    if kind == "llama3":
-        keys += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-    return theta, RopeScaling(kind, **{key: _need(parameters, key, float) for key in keys})
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -7,6 +7,7 @@ only measurements of mixed batches say how much: `AttentionTable`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -40,8 +41,8 @@ class AttentionFormula:
 
     def __post_init__(self) -> None:
         for name in ("base", "per_row", "per_token", "per_longest"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"attention {name} = {getattr(self, name)!r}: must be seconds >= 0")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"attention {name} = {getattr(self, name)!r}: must be finite seconds >= 0")
         object.__setattr__(self, "_rate", Grid(self.prefill))
         tokens, before = zip(*self.prefill, strict=True)
         object.__setattr__(self, "_most", (max(tokens), max(before)))

@@ -20,6 +20,10 @@ class VirtualClock:
 
     def sleep_until(self, when: float) -> None:
         """Jump to `when`; stays where it is when that is past."""
+        self.reach(when)
+
+    def reach(self, when: float) -> None:
+        """Let time pass until `when`, exactly; nothing happens when that is past."""
         self._now = max(self._now, when)
 
     def advance(self, seconds: float) -> None:

@@ -10,7 +10,11 @@ from research_engine.engine.records import StepRecord
 
 @runtime_checkable
 class CostModel(Protocol):
-    """Prices a step from its batch alone: no clock, no state of the engine beside what the batch says."""
+    """Prices a step from its batch alone: no clock, no state of the engine beside what the batch says.
+
+    A model may also have `host_seconds(batch)`: how much of the step's time the host takes beside the device
+    (scheduling, preparing, handing out tokens), which an engine that runs ahead hides.
+    """
 
     def seconds(self, batch: Batch) -> float:
         """Seconds from the commit of `batch` until its tokens are out, host work included; finite and >= 0."""

@@ -27,6 +27,8 @@ class GpuSheet:
         attention_efficiency: share of `flops` that prefill attention reaches, in (0, 1].
         kernel_seconds: fixed time of one kernel.
         host_link_bandwidth: bytes a second between host and device, one way.
+        gpu_link_bandwidth: bytes a second from one GPU of a host to its others, one way.
+        gpu_link_seconds: fixed time of one all-reduce between GPUs of a host.
         host_seconds, host_seconds_per_sequence: what the host adds to every step that the device does not hide.
         sources: field or fields -> where the number is from, or that it is assumed.
 
@@ -43,15 +45,17 @@ class GpuSheet:
     attention_efficiency: float
     kernel_seconds: float
     host_link_bandwidth: float
+    gpu_link_bandwidth: float
+    gpu_link_seconds: float
     host_seconds: float
     host_seconds_per_sequence: float
     sources: Mapping[str, str]
 
     def __post_init__(self) -> None:
-        for name in ("memory_gib", "memory_bandwidth", "flops", "host_link_bandwidth"):
+        for name in ("memory_gib", "memory_bandwidth", "flops", "host_link_bandwidth", "gpu_link_bandwidth"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{self.name}: {name} = {getattr(self, name)!r}: must be a number > 0")
-        for name in ("kernel_seconds", "host_seconds", "host_seconds_per_sequence"):
+        for name in ("kernel_seconds", "gpu_link_seconds", "host_seconds", "host_seconds_per_sequence"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{self.name}: {name} = {getattr(self, name)!r}: must be seconds >= 0")
         shares = [("gemm_efficiency", share) for _, share in self.gemm_efficiency]
@@ -84,10 +88,18 @@ def load_sheet(name: str) -> GpuSheet:
         names = available_sheets()
         near = sorted(names, key=lambda valid: -difflib.SequenceMatcher(None, name.lower(), valid).ratio())
         raise ValueError(f"no GPU sheet {name!r}; there are {', '.join(near)}, or give the path of a .json file")
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no GPU sheet: {error}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} is no GPU sheet: it must hold a JSON object")
     valid = {entry.name for entry in fields(GpuSheet)}
     wrong, missing = sorted(set(raw) - valid), sorted(valid - set(raw))
     if wrong or missing:
         raise ValueError(f"{path}: unknown fields {wrong}, missing fields {missing}")
-    raw["gemm_efficiency"] = tuple((float(rows), float(share)) for rows, share in raw["gemm_efficiency"])
-    return GpuSheet(**raw)
+    try:
+        raw["gemm_efficiency"] = tuple((float(rows), float(share)) for rows, share in raw["gemm_efficiency"])
+        return GpuSheet(**raw)
+    except TypeError as error:  # a text where a number should be
+        raise ValueError(f"{path}: {error}") from error

@@ -14,7 +14,7 @@ from .attention_cost import AttentionCost, attention_from_json
 from .cost_model import Work, work_of
 from .curve import Curve
 
-FORMAT = 1
+FORMAT = 2
 
 
 class ProfileMismatch(ValueError):
@@ -27,14 +27,15 @@ class Profile:
 
     Args:
         model: its name.
-        machine: gpu, driver, libraries and kernels by name -> version; what is unknown is left out.
+        machine: gpu, driver, dtype, libraries and kernels by name -> version; what is unknown is left out.
         dense: tokens of a step -> seconds of everything but attention, head and host.
         head: rows drawn -> seconds of logits and sampling; may hold zeros alone where `dense` includes them.
         attention: of all layers.
         host: (a, b): a + b rows seconds a step that the device does not hide.
-        block_move: seconds for one swapped block; block_copy: for one block copied on the device.
+        block_move: (latency, seconds a block) of swapping blocks in a step; block_copy: of copying them on the device.
         held_out: error on steps it was not made from: steps, mape and bias (mean signed), shares of the step time;
             empty where nothing was held out.
+        parts: the same for each part of the measurement, by name.
         origin: how it was made, in words.
     """
 
@@ -44,9 +45,10 @@ class Profile:
     head: Curve
     attention: AttentionCost
     host: tuple[float, float] = (0.0, 0.0)
-    block_move: float = 0.0
-    block_copy: float = 0.0
+    block_move: tuple[float, float] = (0.0, 0.0)
+    block_copy: tuple[float, float] = (0.0, 0.0)
     held_out: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     origin: str = ""
 
     def require(self, *, model: str | None = None, **machine: str) -> None:
@@ -73,9 +75,9 @@ class Profile:
         """Write it as JSON."""
         data = {
             "format": FORMAT, "model": self.model, "machine": dict(self.machine), "origin": self.origin,
-            "held_out": dict(self.held_out), "host": list(self.host), "block_move": self.block_move,
-            "block_copy": self.block_copy, "dense": self.dense.points, "head": self.head.points,
-            "attention": self.attention.as_json(),
+            "held_out": dict(self.held_out), "parts": {name: dict(error) for name, error in self.parts.items()},
+            "host": self.host, "block_move": self.block_move, "block_copy": self.block_copy,
+            "dense": self.dense.points, "head": self.head.points, "attention": self.attention.as_json(),
         }  # fmt: skip
         path.write_text(json.dumps(data) + "\n", encoding="utf-8")
 
@@ -87,24 +89,32 @@ class Profile:
             ValueError: it is no profile, or of another format; says what is wrong.
             OSError: it cannot be read.
         """
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if data.get("format") != FORMAT:
-            raise ValueError(f"{path}: format {data.get('format')!r}, this version reads {FORMAT}")
+        try:
+            data: Any = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:  # no JSON, or no UTF-8
+            raise ValueError(f"{path} is no profile: {error}") from error
+        if not isinstance(data, dict) or "format" not in data:
+            raise ValueError(f"{path} is no profile: it must hold a JSON object with a 'format'")
+        if data["format"] != FORMAT:
+            raise ValueError(f"{path}: format {data['format']!r}, this version reads {FORMAT}; make the profile again")
         try:
             return cls(
-                model=data["model"],
-                machine=data["machine"],
+                model=_text(data["model"]),
+                machine={_text(name): _text(value) for name, value in data["machine"].items()},
                 dense=Curve((x, y) for x, y in data["dense"]),
                 head=Curve((x, y) for x, y in data["head"]),
                 attention=attention_from_json(data["attention"]),
-                host=(data["host"][0], data["host"][1]),
-                block_move=data["block_move"],
-                block_copy=data["block_copy"],
-                held_out=data["held_out"],
-                origin=data["origin"],
+                host=_two(data["host"]),
+                block_move=_two(data["block_move"]),
+                block_copy=_two(data["block_copy"]),
+                held_out={name: float(value) for name, value in data["held_out"].items()},
+                parts={part: {n: float(v) for n, v in error.items()} for part, error in data["parts"].items()},
+                origin=_text(data["origin"]),
             )
         except KeyError as error:
             raise ValueError(f"{path}: the profile lacks {error.args[0]!r}") from error
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"{path}: the profile is corrupt: {error}") from error
 
 
 class ProfiledCost:
@@ -112,21 +122,50 @@ class ProfiledCost:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self._dense: dict[int, float] = {}  # a run meets few different numbers
+        self._dense: dict[int, float] = {0: 0.0}  # a run meets few different numbers
         self._head: dict[int, float] = {0: 0.0}
 
     def seconds(self, batch: Batch) -> float:
         return self.price(work_of(batch))
+
+    def host_seconds(self, batch: Batch) -> float:
+        """What of it the host takes."""
+        a, b = self.profile.host
+        return a + b * len(batch.rows)
 
     def price(self, work: Work) -> float:
         """Seconds of a step with these features."""
         profile = self.profile
         dense = self._dense.get(work.tokens)
         if dense is None:
-            dense = self._dense[work.tokens] = profile.dense(work.tokens) if work.tokens else 0.0
+            dense = self._dense[work.tokens] = profile.dense(work.tokens)
         head = self._head.get(work.draws)
         if head is None:
             head = self._head[work.draws] = profile.head(work.draws)
-        moves = work.blocks_moved * profile.block_move + work.blocks_copied * profile.block_copy
-        host = profile.host[0] + profile.host[1] * work.sequences
-        return dense + head + profile.attention.seconds(work) + moves + host
+        seconds = dense + head + profile.attention.seconds(work) + profile.host[0] + profile.host[1] * work.sequences
+        if work.blocks_moved:
+            seconds += profile.block_move[0] + work.blocks_moved * profile.block_move[1]
+        if work.blocks_copied:
+            seconds += profile.block_copy[0] + work.blocks_copied * profile.block_copy[1]
+        return seconds
+
+    def parts(self, work: Work) -> tuple[float, float, float, float]:
+        """Seconds of a step's dense work, head, decode attention and prefill attention; block moves count as dense."""
+        decode = self.profile.attention.seconds(work._replace(prefills=()))
+        prefill = self.profile.attention.seconds(work) - decode
+        head = self.profile.head(work.draws) if work.draws else 0.0
+        host = self.profile.host[0] + self.profile.host[1] * work.sequences
+        return self.price(work) - host - head - decode - prefill, head, decode, prefill
+
+
+def _two(values: Any) -> tuple[float, float]:
+    first, second = (float(value) for value in values)
+    if not (0 <= first < float("inf") and 0 <= second < float("inf")):
+        raise ValueError(f"{[first, second]} must be two finite numbers >= 0")
+    return first, second
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} must be a text")
+    return value

@@ -8,6 +8,10 @@ CACM 2009. With T tokens in the step, H hidden size, I intermediate size, L laye
     prefill           4 Hq D pairs / flops, pairs = c (k + (c + 1) / 2) for c tokens after k computed ones, causal
     element-wise      bytes / bandwidth
     fixed             9 kernels a layer and 4 more, each kernel_seconds; the host's a + b rows
+
+With N GPUs (Shoeybi et al., "Megatron-LM", 2019) heads, intermediate size and vocabulary are divided by N, norms not;
+two all-reduces of [T, H] a layer and one for the embedding, each link_seconds + 2 (N - 1) / N T H e / link_bandwidth
+(ring; Patarasuk and Yuan, JPDC 2009), and one gathering of the logits.
 """
 
 from __future__ import annotations
@@ -43,22 +47,57 @@ class ModelShape(Protocol):
     def head_dim(self) -> int: ...
 
 
+def part_of_one_gpu(model: ModelShape, tensor_parallel: int) -> tuple[int, int, int]:
+    """Widths of the queries, of the keys, and of the intermediate layer on each of `tensor_parallel` GPUs.
+
+    KV heads that are fewer than the GPUs are held by several of them.
+
+    Raises:
+        ValueError: the model cannot be divided so; names the number and the rule.
+    """
+    if tensor_parallel < 1:
+        raise ValueError(f"tensor_parallel = {tensor_parallel}: must be an integer >= 1")
+    for name in ("num_heads", "intermediate_size"):
+        if getattr(model, name) % tensor_parallel:
+            rule = f"must divide the model's {name}, {getattr(model, name)}"
+            raise ValueError(f"tensor_parallel = {tensor_parallel}: {rule}")
+    kv_heads = model.num_kv_heads
+    if kv_heads % tensor_parallel and tensor_parallel % kv_heads:
+        rule = f"the model's num_kv_heads, {kv_heads}, must divide it or be divisible by it"
+        raise ValueError(f"tensor_parallel = {tensor_parallel}: {rule}")
+    query, kv = model.num_heads // tensor_parallel, max(1, kv_heads // tensor_parallel)
+    return query * model.head_dim, kv * model.head_dim, model.intermediate_size // tensor_parallel
+
+
 class RooflineCost:
-    """A CostModel for a dense decoder of the Llama family on one GPU.
+    """A CostModel for a dense decoder of the Llama family on one GPU, or on several of one host.
 
     Args:
         model: its shape.
         gpu: the sheet.
         block_size: token slots per KV block, for block moves.
         bytes_per_element: of weights, activations and KV cache.
+        tensor_parallel: GPUs that every layer is divided over.
+
+    Raises:
+        ValueError: heads or intermediate size cannot be divided by tensor_parallel.
     """
 
-    def __init__(self, model: ModelShape, gpu: GpuSheet, *, block_size: int = 16, bytes_per_element: int = 2) -> None:
+    def __init__(
+        self,
+        model: ModelShape,
+        gpu: GpuSheet,
+        *,
+        block_size: int = 16,
+        bytes_per_element: int = 2,
+        tensor_parallel: int = 1,
+    ) -> None:
         self.model = model
         self.gpu = gpu
         self._element = bytes_per_element
-        query, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        hidden, inner = model.hidden_size, model.intermediate_size
+        self.num_gpus = tensor_parallel
+        query, kv, inner = part_of_one_gpu(model, tensor_parallel)
+        hidden = model.hidden_size
         self._linears = ((hidden, query + 2 * kv), (query, hidden), (hidden, 2 * inner), (inner, hidden))
         # two norms read and write x and the residual; rotary embedding and cache write; activation; attention in, out
         self._elements_per_token = 8 * hidden + 2 * (query + 2 * kv) + 3 * inner + 2 * query
@@ -73,6 +112,10 @@ class RooflineCost:
     def seconds(self, batch: Batch) -> float:
         return self.price(work_of(batch))
 
+    def host_seconds(self, batch: Batch) -> float:
+        """What of it the host takes."""
+        return self.gpu.host_seconds + self.gpu.host_seconds_per_sequence * len(batch.rows)
+
     def price(self, work: Work) -> float:
         """Seconds of a step with these features."""
         return (
@@ -86,21 +129,33 @@ class RooflineCost:
         )
 
     def dense(self, tokens: int) -> float:
-        """Linear layers and element-wise work of all layers; 0 for no tokens."""
+        """Linear layers, element-wise work and all-reduces of all layers; 0 for no tokens."""
         known = self._dense.get(tokens)
         if known is None:
             layer = sum(self.linear(tokens, inputs, outputs) for inputs, outputs in self._linears)
             layer += tokens * self._elements_per_token * self._element / self._stream
-            known = self._dense[tokens] = self.model.num_layers * layer if tokens else 0.0
+            shared = (2 * self.model.num_layers + 1) * self.all_reduce(tokens * self.model.hidden_size * self._element)
+            known = self._dense[tokens] = self.model.num_layers * layer + shared if tokens else 0.0
         return known
 
     def head(self, rows: int) -> float:
         """Logits of `rows` tokens; 0 for none."""
         known = self._head.get(rows)
         if known is None:
-            known = self.linear(rows, self.model.hidden_size, self.model.vocab_size) if rows else 0.0
+            own = -(-self.model.vocab_size // self.num_gpus)
+            known = self.linear(rows, self.model.hidden_size, own) if rows else 0.0
+            if rows and self.num_gpus > 1:  # every GPU sends its part once
+                gathered = rows * own * (self.num_gpus - 1) * self._element
+                known += self.gpu.gpu_link_seconds + gathered / self.gpu.gpu_link_bandwidth
             self._head[rows] = known
         return known
+
+    def all_reduce(self, num_bytes: float) -> float:
+        """Seconds until every GPU has the sum of all GPUs' `num_bytes`; 0 on one GPU."""
+        if self.num_gpus == 1:
+            return 0.0
+        sent = 2 * (self.num_gpus - 1) / self.num_gpus * num_bytes
+        return self.gpu.gpu_link_seconds + sent / self.gpu.gpu_link_bandwidth
 
     def linear(self, rows: int, inputs: int, outputs: int) -> float:
         """One matrix product [rows, inputs] x [inputs, outputs]."""

@@ -20,14 +20,20 @@ from research_engine.cli import main
 
 SMALL = {
     "decode": "3x37:4/2/16:8",
+    "decode_float8": "3x37:4/2/16:8",
     "prefill": "2x5x21:4/2/16:8",
     "rms_norm": "70x32",
     "fused_add_rms_norm": "70x32",
     "silu_and_mul": "70x24",
     "rotary_embedding": "70:4/2/16",
+    "w4a16": "5x70x96:32",
+    "w8a16": "3x70x96:96",
+    "w8a16_float8": "9x70x96:96",
     "reshape_and_cache": "70:2/16:8",
+    "gather_cache": "3x37:2/16:8",
     "copy_blocks": "70x2:2/16:8",
     "swap_blocks": "70x2:2/16:8",
+    "sample": "5x300",
 }
 CEILINGS = {"read": 4e9, "copy": 3e9, "to host": 1e9, "to device": 1e9, "product": 1e12, "launch": 5e-6}
 
@@ -60,16 +66,18 @@ def test_the_small_shapes_cover_every_op():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("op", OPS)
 def test_ours_and_torch_are_right_and_timed(op, dtype, device):
-    ours, by_torch = measure(op, device=device, dtype=dtype)
-    for measurement in (ours, by_torch):
+    ours, *peers = measure(op, device=device, dtype=dtype)
+    for measurement in (ours, *peers):
         assert (measurement.status, measurement.note) == ("ok", "")
         assert len(measurement.seconds) == 2 and min(measurement.seconds) > 0
-    assert (ours.implementation, by_torch.implementation) == (OURS, "torch")
+    names = [] if op == "decode_float8" else ["torch"]  # torch's attention takes no float8
+    assert [ours.implementation, *(peer.implementation for peer in peers)] == [OURS, *names]
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_kernel_that_does_nothing_is_not_timed(op, monkeypatch):
-    name = "paged_attention" if op in ("decode", "prefill") else op
+    names = {"decode": "paged_attention", "decode_float8": "paged_attention", "prefill": "paged_attention"}
+    name = "quantized_matmul" if "a16" in op else names.get(op, op)
     monkeypatch.setattr(kernels, name, lambda *args, **kwargs: None)
     monkeypatch.setattr(CpuTimer, "measure", lambda *args: pytest.fail("a wrong kernel was timed"))
     (measurement,) = measure(op)

@@ -150,7 +150,7 @@ def test_hits_are_looked_up_anew_at_every_try():
     engine.scheduler.plans = [SchedulePlan({"c": 13})]
     engine.step()
     assert engine.view().cached_tokens(b) == 0
-    engine.scheduler = FCFS()
+    engine._policy.scheduler = FCFS()
     drain(engine)
     assert b.output_token_ids == expected(b)[0]
 
@@ -208,7 +208,7 @@ def test_a_continuation_let_in_late_does_not_spoil_what_others_find():
     for _ in range(5):
         engine.step()
     assert a.output_token_ids[:1] != b.output_token_ids[:1]
-    engine.scheduler = FCFS()
+    engine._policy.scheduler = FCFS()
     drain(engine)
     assert [r.output_token_ids for r in (a, b)] == [expected(r)[0] for r in (a, b)]
 
@@ -282,7 +282,7 @@ def test_a_victim_whose_blocks_are_all_shared_is_spared():
     for _ in range(3):
         engine.step()
     assert engine.view().num_free_blocks == 0 and engine.view().blocks_freed_by(shared) == 0
-    engine.scheduler = LastFirst()
+    engine._policy.scheduler = LastFirst()
     engine.step()
     (gone,) = engine.records.steps[-1].preemptions
     assert gone.request_id == "other" and gone.blocks_freed == 1
@@ -324,7 +324,7 @@ def test_recomputing_a_long_prompt_in_small_chunks_is_no_livelock():
     (request,) = engine.add_request("r", range(40), greedy(2))
     drain(engine)
     assert request.num_recomputed_tokens == 40
-    engine.scheduler = Script()
+    engine._policy.scheduler = Script()
     engine.add_request("never", [1], greedy())
     with pytest.raises(StalledError, match="'never'"):
         drain(engine)

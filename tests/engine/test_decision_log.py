@@ -95,7 +95,9 @@ def test_a_replay_that_no_longer_fits_names_step_and_request():
     engine = make_engine(ReplayScheduler([Decision(1, 0.0, (("gone", 1),))]))
     engine.add_request("here", [1], greedy())
     engine.step()
-    with pytest.raises(PlanError, match=r"step 1: request 'gone': is scheduled, but no such request is live"):
+    with pytest.raises(
+        PlanError, match=r"step 1: ReplayScheduler: request 'gone': is scheduled, but no such request is live"
+    ):
         engine.step()
 
 

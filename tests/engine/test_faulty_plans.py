@@ -19,7 +19,7 @@ from .random_runs import RandomRun
 from .shadow import assert_empty, drain, expected, greedy, make_engine
 
 REQUEST_FIELDS = [
-    name for name in Request.__slots__ if name not in ("_digests", "_text", "sampling", "sibling")
+    name for name in Request.__slots__ if name not in ("_digests", "_text", "_token_ids", "_sampling", "_sibling")
 ]  # _digests is a memo of what _tokens imply
 
 
@@ -27,12 +27,19 @@ def snapshot(engine: Engine) -> dict[str, Any]:
     """Everything that a plan could change, copied deep."""
     books = {name: value for name, value in vars(engine.kv_cache).items() if name != "_config"}
     cache = {name: list(value.items()) if isinstance(value, dict) else value for name, value in books.items()}
-    places = (engine._live, engine._running, engine._returning, engine._new, engine._groups, engine._held_back)
-    requests = [r for group in engine._groups.values() for r in group]
+    places = (
+        engine.queues.live,
+        engine.queues.running,
+        engine.queues.returning,
+        engine.queues.new,
+        engine.queues._groups,
+        engine.queues._held_back,
+    )
+    requests = [r for group in engine.queues._groups.values() for r in group]
     return copy.deepcopy({
         "cache": cache,
         "places": [list(place) for place in places],
-        "names": engine._names,
+        "names": engine.queues._names,
         "steps": (engine.num_steps, len(engine.records.steps), len(engine.records.requests)),
         "requests": {r.id: [getattr(r, name) for name in REQUEST_FIELDS] for r in requests},
         "store": engine.executor.device,  # type: ignore[attr-defined]
@@ -130,7 +137,7 @@ def test_each_rule_has_its_message(engine, case):
         engine.step()
     assert message in str(caught.value) and str(caught.value).startswith("step 1: ")
     assert snapshot(engine) == before
-    engine.scheduler = FCFS()
+    engine._policy.scheduler = FCFS()
     drain(engine)
     assert_empty(engine)
     assert all(r.output_tokens == 8 for r in engine.records.requests)
@@ -168,7 +175,7 @@ def test_a_plan_is_read_once(engine):
     engine.scheduler.plan = SchedulePlan(Fickle(a=1))
     engine.step()
     assert list(engine.records.steps[-1].num_tokens) == [1]
-    engine.scheduler = FCFS()
+    engine._policy.scheduler = FCFS()
     drain(engine)
     assert_empty(engine)
 
@@ -220,10 +227,10 @@ def test_a_policy_that_raises_in_an_event_is_named_and_nothing_is_lost(event):
 
 def test_outputs_stay_right_after_a_fault(engine):
     """Tokens computed before and after a refused plan add up to the undisturbed output."""
-    requests = list(engine._live.values())
+    requests = list(engine.queues.live.values())
     engine.scheduler.plan = SchedulePlan({"a": 99})
     with pytest.raises(PlanError):
         engine.step()
-    engine.scheduler = FCFS()
+    engine._policy.scheduler = FCFS()
     drain(engine)
     assert [r.output_token_ids for r in requests] == [expected(r)[0] for r in requests]

@@ -48,7 +48,7 @@ def engine_with_company(policy: Scheduler, **sizes: int) -> Engine:
 def test_an_abort_frees_everything_once_and_leaves_the_others_alone(moment, policy, sizes, steps, in_flight):
     """S11: whatever it was doing, alone or in the step in flight; no token of it comes out afterwards."""
     engine = engine_with_company(policy(), **sizes)
-    victim = engine._live["victim"]
+    victim = engine.queues.live["victim"]
     for _ in range(steps):
         engine.step()
     state = {

@@ -5,9 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
+from research_engine.engine.contract import TokenLogprobs
 from research_engine.engine.request import Request
 from research_engine.engine.sampling_params import SamplingParams
 from research_engine.executors.philox import uniform
+from research_engine.executors.sampler import Sampler
+
+
+def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int], dict[int, TokenLogprobs]]:
+    """Tokens and log-probabilities that the sampler draws for these requests, each in a seat of its own."""
+    count, vocab_size = logits.shape
+    sampler = Sampler(count, vocab_size, logits.device)
+    sampler.sit_down(list(enumerate(requests)))
+    positions = torch.tensor([request.num_tokens for request in requests], device=logits.device)
+    draw = sampler.draw(logits, requests, torch.arange(count, device=logits.device), positions)
+    token_ids = draw.sampled.token_ids.tolist()
+    draw.check(token_ids)
+    return token_ids, draw.logprobs(token_ids)
 
 
 def make_request(

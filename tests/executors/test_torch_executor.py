@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from research_engine import SamplingParams
+from research_engine.engine.config import EngineConfig
 from research_engine.engine.contract import Batch, Executor
 from research_engine.engine.engine import Engine
 from research_engine.executors.kv_sizing import free_host_memory, kv_bytes_per_block
@@ -26,6 +27,10 @@ def make_engine(loaded: LoadedModel, **options) -> Engine:
     return build_engine(EngineOptions("dummy:tiny", **options), loaded)
 
 
+def make_executor(loaded: LoadedModel, **sizes) -> TorchExecutor:
+    return TorchExecutor(loaded.model, EngineConfig(**{"max_num_seqs": 4, "max_model_len": 64, **sizes}))
+
+
 def run(engine: Engine, prompts, **params) -> list[list[int]]:
     sampling = SamplingParams(**{"temperature": 0, "max_tokens": 12, "ignore_eos": True, **params})
     requests = [engine.add_request(str(i), prompt, sampling)[0] for i, prompt in enumerate(prompts)]
@@ -35,11 +40,11 @@ def run(engine: Engine, prompts, **params) -> list[list[int]]:
 
 
 def test_it_is_an_executor(loaded):
-    assert isinstance(TorchExecutor(loaded.model, num_blocks=2, block_size=4), Executor)
+    assert isinstance(make_executor(loaded, num_blocks=2, block_size=4), Executor)
 
 
 def test_the_cache_has_the_layout_dtype_and_size_that_were_promised(loaded):
-    executor = TorchExecutor(loaded.model, num_blocks=7, block_size=4, num_host_blocks=3)
+    executor = make_executor(loaded, num_blocks=7, block_size=4, num_host_blocks=3)
     assert executor.kv_cache.shape == (2, 2, 7, 2, 4, 32)
     assert executor.host_cache.shape == (2, 2, 3, 2, 4, 32)
     assert executor.kv_cache.dtype == loaded.model.dtype
@@ -62,7 +67,7 @@ def test_rows_that_end_before_the_last_token_draw_none(loaded):
         view = engine.view()
         batch = engine.commit(engine.plan(view), view)
         result = engine.execute(batch)
-        drawn.append(result.token_ids[0] >= 0)
+        drawn.append(result.wait().token_ids[0] >= 0)
         engine.update(batch, result)
     assert drawn == [False, False, True]
 
@@ -83,12 +88,12 @@ def test_a_request_is_not_changed_by_being_computed(loaded):
 
 
 def test_blocks_move_out_then_in_then_are_copied(loaded):
-    executor = TorchExecutor(loaded.model, num_blocks=4, block_size=2, num_host_blocks=2)
+    executor = make_executor(loaded, num_blocks=4, block_size=2, num_host_blocks=2)
     for block in range(4):
         executor.kv_cache[:, :, block] = block
     executor.host_cache[:, :, 0] = 10.0
     batch = Batch(step=0, rows=[], num_tokens=0, swap_out=[(1, 1)], swap_in=[(0, 1)], copies=[(1, 2)])
-    assert list(executor.execute(batch).token_ids) == []
+    assert list(executor.execute(batch).wait().token_ids) == []
     assert [float(executor.kv_cache[0, 0, block].mean()) for block in range(4)] == [0.0, 10.0, 10.0, 3.0]
     assert float(executor.host_cache[1, 1, 1].mean()) == 1.0
 

@@ -65,13 +65,15 @@ class StubBackend:
         executor = StubExecutor(clock)
         if self.engines == self.interrupt_at:
             executor.execute = self._interrupt  # type: ignore[method-assign]
-        config = EngineConfig(
+        scheduler = schedulers.create(settings.scheduler, **settings.scheduler_params)
+        return Engine(self.config(settings), scheduler, executor, clock=clock)
+
+    def config(self, settings: TrialSettings) -> EngineConfig:
+        return EngineConfig(
             num_blocks=settings.num_blocks or 64, block_size=settings.block_size, max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens or 256, max_model_len=settings.max_model_len or 1024,
             max_num_queued=settings.max_num_queued, reservation=settings.reservation, check_integrity=True,
         )  # fmt: skip
-        scheduler = schedulers.create(settings.scheduler, **settings.scheduler_params)
-        return Engine(config, scheduler, executor, clock=clock)
 
     def _interrupt(self, batch: Batch) -> StepResult:
         raise KeyboardInterrupt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -183,3 +184,8 @@ def test_an_experiment_without_a_name_takes_one_from_its_file(stem: str, name: s
     path = tmp_path / f"{stem}.yaml"
     path.write_text("base: {model: 'dummy:tiny'}\n")
     assert load_experiment(str(path))[0].name == name
+
+
+def load(**base: Any) -> TrialSettings:
+    """Settings of a trial on the stub backend."""
+    return TrialSettings.model_validate({"model": "dummy:tiny", "num_blocks": 64, **base})

@@ -11,8 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from experiments.workloads import WorkloadSettings, build_workload
-from experiments.workloads.lengths import WorkloadError
 from experiments.workloads.predictors import Predictions, kendall_tau, predict
+from experiments.workloads.samples import WorkloadError
 
 TRACES = os.environ.get("RESEARCH_ENGINE_TRACES")
 FILE = "ssjf_predictions_warmup_multi_cls.csv"

@@ -31,11 +31,15 @@ FILES = {
     "table.md",
     "table.csv",
     "table.tex",
+    "effects.md",
+    "effects.tex",
+    "results.parquet",
+    "report.html",
     "latency.png",
     "latency.pdf",
     "trials",
 }
-TRIAL_FILES = {"summary.json", "requests.parquet", "steps.parquet", "trace.json"}
+TRIAL_FILES = {"summary.json", "requests.parquet", "steps.parquet", "trace.json", "timing.json"}
 
 
 @pytest.fixture
@@ -52,11 +56,13 @@ def run(file: Path, out: Path, backend: StubBackend, *words: str) -> RunReport:
 
 
 def contents(out: Path) -> dict[str, bytes]:
-    """Every file of a run but environment.json, which has the date, and plots."""
+    """Every file of a run but those with dates and durations, and plots."""
     return {
         str(path.relative_to(out)): path.read_bytes()
         for path in sorted(out.rglob("*"))
-        if path.is_file() and path.name not in ("environment.json", "latency.png", "latency.pdf")
+        if path.is_file()
+        and path.name not in ("environment.json", "timing.json")
+        and path.suffix not in (".png", ".pdf", ".html")
     }
 
 
@@ -94,20 +100,20 @@ def test_the_resolved_configuration_runs_the_same_trials_again(file: Path, tmp_p
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
-@pytest.mark.parametrize("interrupt_at", [2, 4])  # the first engine is the warm-up's
+@pytest.mark.parametrize("interrupt_at", [1, 3])
 def test_an_interrupted_and_resumed_run_equals_an_undisturbed_one(
     file: Path, tmp_path: Path, interrupt_at: int
 ) -> None:
     run(file, tmp_path / "whole", StubBackend())
     report = run(file, tmp_path / "torn", StubBackend(interrupt_at))
-    finished = interrupt_at - 2
+    finished = interrupt_at - 1
     assert report.interrupted is not None
     assert report.finished == finished
     assert len(list((tmp_path / "torn" / "trials").glob("*"))) == finished if finished else True
     again = StubBackend()
     report = run(file, tmp_path / "torn", again)
     assert report.reused == finished
-    assert again.engines == 1 + 4 - finished
+    assert again.engines == 4 - finished
     assert contents(tmp_path / "torn") == contents(tmp_path / "whole")
 
 
@@ -176,7 +182,9 @@ def test_dry_run_prints_the_trials_and_makes_nothing(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(file), "--dry-run", "--out", str(tmp_path / "run")]) == 0
-    assert capsys.readouterr().out.count("to run") == 4
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("to run  ") for line in lines) == 4
+    assert lines[-1] == "4 of 4 trials to run, 3 s or more"
     assert not (tmp_path / "run").exists()
 
 
@@ -207,7 +215,7 @@ def test_reservations_clients_and_predictions_reach_table_and_decision_log(file:
                 "lengths: {source: uniform, prompt: [4, 60], output: [4, 60]}, "
                 "predictor: {kind: noisy, kendall_tau: 0.5}}")  # fmt: skip
     words = ["factors.reservation=[paged,reserve_max,reserve_pow2,reserve_oracle]", "scheduler=[fcfs]", "seeds=[0]",
-             workload, "decision_log=true", "max_model_len=512", "num_blocks=64",
+             workload, "explain=true", "max_model_len=512", "num_blocks=64",
              f"outputs.table=[{','.join(names)}]"]  # fmt: skip
     assert run(file, out, StubBackend(), *words).finished == 4
     summaries = {}
@@ -256,7 +264,14 @@ def test_the_load_of_other_processes_is_seen() -> None:
 
 
 def test_ctrl_c_keeps_finished_trials_and_says_how_to_go_on(tmp_path: Path) -> None:
-    words = ["model=dummy:tiny", "seeds=[0]", "workload.num_requests=6", "workload.arrivals.rate=3", "outputs.plots=[]"]
+    words = [
+        "model=dummy:tiny",
+        "seeds=[0]",
+        "workload.num_requests=6",
+        "workload.arrivals.rate=3",
+        "outputs.plots=[]",
+        "order=as_written",
+    ]
     words += ["workload.lengths={source: lognormal, max_prompt: 100, max_output: 30}", "--out", str(tmp_path / "run")]
     process = subprocess.Popen(
         [sys.executable, "-u", str(Path(main.__code__.co_filename)), *words],

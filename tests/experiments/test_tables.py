@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from experiments.analysis.cells import CellResults
+from experiments.analysis.metrics import METRICS
 from experiments.analysis.plots import latency_cdf
 from experiments.analysis.statistics import bootstrap_interval, paired_change
-from experiments.analysis.tables import METRICS, CellResults, build_table, to_csv, to_latex, to_markdown, to_rich
+from experiments.analysis.table_formats import to_csv, to_latex, to_markdown, to_rich
+from experiments.analysis.tables import build_table
 
 SHOWN = ("ttft_p50", "itl_p99", "output_throughput", "preemptions")
 
@@ -21,15 +24,15 @@ def summary(ttft: float, itl: float, throughput: float, preemptions: int, **mark
     return {
         "kind": "real", "machine": "NVIDIA H200", "void": False, "unstable": False, "disturbed": False,
         "offered_rate": 2.0, "achieved_rate": 2.0,
-        "metrics": {"ttft": {"p50": ttft}, "itl": {"p99": itl}, "output_throughput": throughput, "by_priority": {},
-                    "preemption": {"events": preemptions}},
+        "metrics": {"ttft": {"p50": ttft}, "itl": {"p99": itl, "count": 500}, "output_throughput": throughput,
+                    "by_priority": {}, "preemption": {"events": preemptions}},
     } | marks  # fmt: skip
 
 
 @pytest.fixture
 def cells() -> list[CellResults]:
-    slow = {0: summary(1.0, 0.050, 100.0, 3), 1: summary(3.0, 0.070, 90.0, 5)}
-    fast = {0: summary(0.5, 0.060, 120.0, 3, unstable=True), 1: summary(0.75, 0.060, 130.0, 5)}
+    slow = {(0, 0): summary(1.0, 0.050, 100.0, 3), (1, 0): summary(3.0, 0.070, 90.0, 5)}
+    fast = {(0, 0): summary(0.5, 0.060, 120.0, 3, unstable=True), (1, 0): summary(0.75, 0.060, 130.0, 5)}
     return [
         CellResults("fcfs", {"scheduler": "fcfs"}, slow, 2),
         CellResults("my_policy", {"scheduler": "my_policy"}, fast, 3),
@@ -51,6 +54,7 @@ def test_markdown_table(cells: list[CellResults]) -> None:
         "\n"
         "Machine: NVIDIA H200.  \n"
         "Mean over 2 seeds ± half the 95 % bootstrap interval (with two seeds: half the range); best mean marked.  \n"
+        "2 seeds are too few to show a difference: even if all agree, p is 0.5; 6 are needed for p \\< 0.05.  \n"
         "unstable: requests in the system grew to the end of the arrivals, so latencies depend on the run's length.  \n"
         "Workload: 4 requests.  \n"
     )
@@ -77,7 +81,7 @@ def test_latex_table(cells: list[CellResults]) -> None:
 
 
 def test_csv_is_tidy_and_says_what_every_row_ran_on(cells: list[CellResults]) -> None:
-    rows = list(csv.DictReader(io.StringIO(to_csv(cells, cells[0]))))
+    rows = list(csv.DictReader(io.StringIO(to_csv(cells, {"scheduler": "fcfs"}))))
     assert {(row["measured"], row["machine"]) for row in rows} == {("real", "NVIDIA H200")}
     (row,) = [r for r in rows if r["cell"] == "my_policy" and r["metric"] == "output_throughput"]
     assert (row["scheduler"], row["mean"], row["low"], row["high"], row["seeds"]) == (
@@ -131,7 +135,7 @@ def test_interval_covers_the_mean_about_as_often_as_it_says() -> None:
 
 def test_changes_are_paired_by_seed() -> None:
     change = paired_change({0: 11.0, 1: 101.0, 2: 5.0}, {0: 10.0, 1: 100.0, 9: 1.0})
-    assert change == pytest.approx((100 / 55, 100 / 55, 100 / 55))  # the same +1 under both seeds: no spread
+    assert change.percent == pytest.approx((100 / 55, 100 / 55, 100 / 55))  # the same +1 under both seeds: no spread
 
 
 def test_the_plot_is_written_for_screen_and_paper(tmp_path: Path) -> None:
@@ -146,7 +150,7 @@ def test_the_plot_is_written_for_screen_and_paper(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_a_terminal_table_cuts_nothing_off(width: int) -> None:
     """Many cells: columns that do not fit stand in a further table below, with every cell's whole name."""
-    cells = [CellResults(f"policy_number_{i}", {}, {0: summary(i, 0.01 * i, 10.0, i)}, 1) for i in range(1, 12)]
+    cells = [CellResults(f"policy_number_{i}", {}, {(0, 0): summary(i, 0.01 * i, 10.0, i)}, 1) for i in range(1, 12)]
     out = io.StringIO()
     console = Console(width=width, file=out)
     console.print(to_rich(build_table("title", cells, SHOWN), width))

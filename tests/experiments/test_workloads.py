@@ -12,17 +12,12 @@ from pydantic import ValidationError
 
 from experiments.workloads import WorkloadSettings, build_workload
 from experiments.workloads.arrivals import ArrivalSettings, arrival_times
-from experiments.workloads.lengths import (
-    FileLengths,
-    FixedLengths,
-    LogNormalLengths,
-    ShareGPTLengths,
-    UniformLengths,
-    WorkloadError,
-    draw_lengths,
-)
+from experiments.workloads.columns import FileLengths
+from experiments.workloads.samples import WorkloadError
 from experiments.workloads.sharegpt import ConversationFile
+from experiments.workloads.sharegpt_lengths import ShareGPTLengths
 from experiments.workloads.streams import stream
+from experiments.workloads.synthetic import FixedLengths, LogNormalLengths, UniformLengths
 from research_engine.loading.errors import LoadError
 
 
@@ -133,14 +128,14 @@ def test_output_lengths_are_forced() -> None:
 @pytest.mark.parametrize(("settings", "cv"), [({"process": "poisson"}, 1.0), ({"process": "gamma", "cv": 2.5}, 2.5),
                                               ({"process": "constant"}, 0.0)])  # fmt: skip
 def test_arrivals_have_their_rate_and_burstiness(settings: dict[str, object], cv: float) -> None:
-    times = arrival_times(ArrivalSettings(rate=4.0, **settings), 40_000, np.random.default_rng(0))  # type: ignore[arg-type]
+    times = arrival_times(ArrivalSettings(rate=4.0, **settings), 40_000, np.random.default_rng(0)).times  # type: ignore[arg-type]
     gaps = np.diff([0.0, *times])
     assert 1 / gaps.mean() == pytest.approx(4.0, rel=0.05)
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05, abs=1e-6)
 
 
 def test_another_rate_stretches_the_same_pattern() -> None:
-    slow, fast = (arrival_times(ArrivalSettings(rate=r), 9, np.random.default_rng(3)) for r in (1.0, 4.0))
+    slow, fast = (arrival_times(ArrivalSettings(rate=r), 9, np.random.default_rng(3)).times for r in (1.0, 4.0))
     assert slow == pytest.approx([4 * time for time in fast])
 
 
@@ -160,7 +155,7 @@ def test_arrivals_that_lack_or_waste_a_parameter_are_refused(wrong: dict[str, ob
 
 
 def test_the_fit_reproduces_the_statistics_of_sharegpt() -> None:
-    samples = draw_lengths(LogNormalLengths(source="lognormal"), 20_000, np.random.default_rng(0), None).samples
+    samples = LogNormalLengths(source="lognormal").draw(20_000, np.random.default_rng(0), None).samples
     prompt, output = (np.array([getattr(s, name) for s in samples]) for name in ("prompt_tokens", "output_tokens"))
     for values, (mean, median, p99) in ((prompt, (235.6, 108, 954)), (output, (217.4, 140, 945))):
         assert values.mean() == pytest.approx(mean, rel=0.12)
@@ -174,8 +169,8 @@ def test_the_dataset_that_cannot_be_had_is_replaced_by_its_fit_within_the_same_b
     def offline() -> Path:
         raise LoadError("no network")
 
-    monkeypatch.setattr("experiments.workloads.lengths.sharegpt_file", offline)
-    lengths = draw_lengths(ShareGPTLengths(max_prompt=50, max_output=60), 30, np.random.default_rng(0), Words())
+    monkeypatch.setattr("experiments.workloads.sharegpt_lengths.sharegpt_file", offline)
+    lengths = ShareGPTLengths(max_prompt=50, max_output=60).draw(30, np.random.default_rng(0), Words())
     assert lengths.origin == "log-normal fit of ShareGPT, random tokens"
     assert "no network" in lengths.warnings[0]
     assert all(4 <= s.prompt_tokens <= 50 and 4 <= s.output_tokens <= 60 for s in lengths.samples)
@@ -184,12 +179,12 @@ def test_the_dataset_that_cannot_be_had_is_replaced_by_its_fit_within_the_same_b
 def test_texts_come_from_the_file_and_keep_the_bounds(tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
     path.write_text(conversations(10), encoding="utf-8")
-    lengths = draw_lengths(ShareGPTLengths(path=str(path)), 10, np.random.default_rng(0), Words())
+    lengths = ShareGPTLengths(path=str(path)).draw(10, np.random.default_rng(0), Words())
     assert all(
         s.prompt_token_ids is not None and len(s.prompt_token_ids) == 8 == s.output_tokens for s in lengths.samples
     )
     with pytest.raises(WorkloadError, match="0 of 10 conversations keep the bounds, 1 are wanted"):
-        draw_lengths(ShareGPTLengths(path=str(path), max_prompt=7), 1, np.random.default_rng(0), Words())
+        ShareGPTLengths(path=str(path), max_prompt=7).draw(1, np.random.default_rng(0), Words())
 
 
 def test_columns_of_csv_and_jsonl_files_are_read(tmp_path: Path) -> None:
@@ -199,23 +194,23 @@ def test_columns_of_csv_and_jsonl_files_are_read(tmp_path: Path) -> None:
     )
     for name in ("a.csv", "a.jsonl"):
         settings = FileLengths(source="file", path=str(tmp_path / name), prompt_column="num_prefill_tokens",
-                               output_column="num_decode_tokens", shuffle=False)  # fmt: skip
-        samples = draw_lengths(settings, 2, np.random.default_rng(0), None).samples
+                               output_column="num_decode_tokens", order="file")  # fmt: skip
+        samples = settings.draw(2, np.random.default_rng(0), None).samples
         assert [(s.prompt_tokens, s.output_tokens) for s in samples] == [(10, 5), (20, 6)]
     wrong = FileLengths(source="file", path=str(tmp_path / "a.csv"), prompt_column="num_prefil_tokens")
     with pytest.raises(
         WorkloadError, match="record 1: no column 'num_prefil_tokens'; valid ones, nearest first: num_prefill_tokens"
     ):
-        draw_lengths(wrong, 1, np.random.default_rng(0), None)
+        wrong.draw(1, np.random.default_rng(0), None)
 
 
 def test_fixed_and_uniform_lengths_keep_their_bounds() -> None:
     rng = np.random.default_rng(0)
     assert {
         (s.prompt_tokens, s.output_tokens)
-        for s in draw_lengths(FixedLengths(source="fixed", prompt=3, output=2), 9, rng, None).samples
+        for s in FixedLengths(source="fixed", prompt=3, output=2).draw(9, rng, None).samples
     } == {(3, 2)}
-    drawn = draw_lengths(UniformLengths(source="uniform", prompt=(2, 4), output=(1, 2)), 200, rng, None).samples
+    drawn = UniformLengths(source="uniform", prompt=(2, 4), output=(1, 2)).draw(200, rng, None).samples
     assert {s.prompt_tokens for s in drawn} == {2, 3, 4}
     assert {s.output_tokens for s in drawn} == {1, 2}
 
@@ -236,9 +231,8 @@ def test_public_length_traces_are_read() -> None:
     path = Path(folder) / "sharegpt_v3_lengths.csv"
     if not path.exists():
         pytest.skip(f"{path.name} is not in RESEARCH_ENGINE_TRACES")
-    samples = draw_lengths(
-        FileLengths(source="file", path=str(path), shuffle=False), 15_417, np.random.default_rng(0), None
-    ).samples
+    source = FileLengths(source="file", path=str(path), order="file")
+    samples = source.draw(15_417, np.random.default_rng(0), None).samples
     assert np.mean([s.prompt_tokens for s in samples]) == pytest.approx(235.6, abs=0.05)
     assert np.mean([s.output_tokens for s in samples]) == pytest.approx(217.4, abs=0.05)
 
@@ -256,7 +250,7 @@ def test_a_file_of_lengths_that_cannot_be_read_is_named(name: str, content: byte
     (tmp_path / name).write_bytes(content)
     settings = FileLengths(source="file", path=str(tmp_path / name))
     with pytest.raises(WorkloadError, match=named):
-        draw_lengths(settings, 1, np.random.default_rng(0), None)
+        settings.draw(1, np.random.default_rng(0), None)
 
 
 def test_clients_send_their_shares_and_change_nothing_else() -> None:

@@ -22,9 +22,9 @@ def arguments(name: str, device: str) -> tuple[object, ...]:
 
     pairs = torch.tensor([(0, 1), (2, 3)])
     if name == "rms_norm":
-        return randn(3, 16), randn(16), randn(3, 16), 1e-5
+        return randn(3, 16), randn(16), randn(3, 16), 1e-5, 1.0
     if name == "fused_add_rms_norm":
-        return randn(3, 16), randn(3, 16), randn(16), 1e-5
+        return randn(3, 16), randn(3, 16), randn(16), 1e-5, 1.0
     if name == "silu_and_mul":
         return randn(3, 16), randn(3, 8)
     if name == "rotary_embedding":
@@ -36,20 +36,55 @@ def arguments(name: str, device: str) -> tuple[object, ...]:
             randn(4, 2, 8, 16),
             randn(4, 2, 8, 16),
             torch.tensor([3, -1, 30], device=device),
+            None,
+            None,
         )
+    if name == "rotary_and_cache":
+        rotated = torch.arange(3, device=device), randn(3, 4, 16), randn(3, 2, 16), randn(3, 2, 16), randn(5, 16)
+        return (
+            *rotated,
+            randn(4, 2, 8, 16),
+            randn(4, 2, 8, 16),
+            torch.tensor([3, -1, 30], device=device),
+            False,
+            None,
+            None,
+        )
+    if name in ("quantized_matmul", "dequantize_weight"):
+        w = kernels.pack_weight(
+            torch.zeros(40, 64, dtype=torch.uint8, device=device), torch.ones(2, 40, device=device), kind="int4"
+        )
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        if name == "dequantize_weight":
+            return w.weight, w.scales, None, None, torch.empty(40, 64, dtype=dtype, device=device), "int4"
+        x, out = randn(3, 64).to(dtype), torch.empty(3, 40, dtype=dtype, device=device)
+        return x, w.weight, w.scales, None, None, out, None, "int4"
+    if name == "gather_cache":
+        tables = torch.tensor([[0, 1], [3, 2]], dtype=torch.int32, device=device)
+        start_loc = torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
+        caches = randn(4, 2, 8, 16), randn(4, 2, 8, 16)
+        return *caches, tables, start_loc, randn(3, 2, 16), randn(3, 2, 16), None, None, None
+    if name == "merge_attention_states":
+        return randn(3, 2, 16), randn(3, 2), randn(3, 2, 16), randn(3, 2), randn(3, 2, 16), randn(3, 2)
     if name == "copy_blocks":
         return randn(2, 2, 4, 2, 8, 16), pairs
     if name == "swap_blocks":
         host = torch.randn(2, 2, 4, 2, 8, 16)
         return randn(2, 2, 4, 2, 8, 16), host if device == "cpu" else host.pin_memory(), pairs
+    if name == "sample":
+        columns = torch.ones(3, device=device), torch.arange(3, device=device), torch.arange(3, device=device)
+        token_ids = torch.empty(3, dtype=torch.int64, device=device)
+        return randn(3, 40), *columns, *[None] * 10, False, *[None] * 4, token_ids, *[None] * 5
     batch = make_batch([(1, 20), (5, 9)], device=device)
     lse = torch.empty(batch.query.shape[:2], device=device)
-    options = (None, None, None, 0.1, True, None, 5.0, "auto", None, None, None)
+    options = (None, None, None, None, None, 0.1, True, None, 5.0, "auto", None, None, None)
     return (*batch.tensors(), torch.empty_like(batch.query), lse, *options)
 
 
-ROWWISE = ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding"]
-NAMES = [*ROWWISE, "reshape_and_cache", "copy_blocks", "swap_blocks", "paged_attention"]
+ROWWISE = ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding", "rotary_and_cache"]
+PACKED = ["quantized_matmul", "dequantize_weight"]
+CACHE = ["reshape_and_cache", "gather_cache", "copy_blocks", "swap_blocks"]
+NAMES = [*ROWWISE, *PACKED, *CACHE, "merge_attention_states", "sample", "paged_attention"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from research_engine import kernels
-from research_engine.kernels._checks import CPU_DTYPES, CUDA_DTYPES
+from research_engine.kernels._checks import CPU_DTYPES, CUDA_DTYPES, QUANTIZED_CACHE_DTYPES
 from tests.kernels.attention_cases import NAN
 
 DTYPES = {"cpu": CPU_DTYPES, "cuda": CUDA_DTYPES}
@@ -33,10 +33,10 @@ def strided(rows: int, width: int, dtype: torch.dtype, device: str, seed: int, a
 def test_rms_norm(device: str, data: st.DataObject, rows: int, width: int, seed: int) -> None:
     dtype, amplitude = data.draw(st.sampled_from(DTYPES[device])), data.draw(st.sampled_from((1e-4, 1.0, 100.0)))
     x, out = strided(rows, width, dtype, device, seed, amplitude), strided(rows, width, dtype, device, 0)
-    weight = torch.randn(width).to(device, dtype)
-    assert kernels.rms_norm(x, weight, 1e-5, out=out) is out
-    assert_close(out, kernels.reference.rms_norm(x, weight, 1e-5), dtype)
-    assert torch.equal(kernels.rms_norm(x, weight, 1e-5), out)
+    weight, offset = torch.randn(width).to(device, dtype), data.draw(st.sampled_from((0.0, 1.0)))
+    assert kernels.rms_norm(x, weight, 1e-5, weight_offset=offset, out=out) is out
+    assert_close(out, kernels.reference.rms_norm(x, weight, 1e-5, weight_offset=offset), dtype)
+    assert torch.equal(kernels.rms_norm(x, weight, 1e-5, weight_offset=offset), out)
 
 
 @property_test
@@ -44,10 +44,10 @@ def test_rms_norm(device: str, data: st.DataObject, rows: int, width: int, seed:
 def test_fused_add_rms_norm(device: str, data: st.DataObject, rows: int, width: int, seed: int) -> None:
     dtype = data.draw(st.sampled_from(DTYPES[device]))
     x, residual = strided(rows, width, dtype, device, seed), strided(rows, width, dtype, device, seed + 1)
-    weight = torch.randn(width).to(device, dtype)
+    weight, offset = torch.randn(width).to(device, dtype), data.draw(st.sampled_from((0.0, 1.0)))
     expected_x, expected_residual = x.clone(), residual.clone()
-    kernels.reference.fused_add_rms_norm(expected_x, expected_residual, weight, 1e-6)
-    kernels.fused_add_rms_norm(x, residual, weight, 1e-6)
+    kernels.reference.fused_add_rms_norm(expected_x, expected_residual, weight, 1e-6, weight_offset=offset)
+    kernels.fused_add_rms_norm(x, residual, weight, 1e-6, weight_offset=offset)
     assert_close(residual, expected_residual, dtype)
     assert_close(x, expected_x, dtype)
 
@@ -98,6 +98,41 @@ def test_rotary_embedding(device: str, data: st.DataObject, tokens: int, interle
         "the values next to the keys changed"
     )
     assert torch.equal(fused[:, :, rotary_dim:], expected[:, :, rotary_dim:]), "elements past rotary_dim changed"
+
+
+@property_test
+@given(data=st.data(), tokens=st.integers(0, 20), interleaved=st.booleans(), seed=st.integers(0, 10**6))
+def test_rotary_and_cache_is_the_rotation_and_then_the_write(
+    device: str, data: st.DataObject, tokens: int, interleaved: bool, seed: int
+) -> None:
+    draw = data.draw
+    dtype, heads, kv_heads = draw(st.sampled_from(DTYPES[device])), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    head_size = draw(st.sampled_from((2, 32, 46, 64, 80, 128)))
+    rotary_dim = draw(st.sampled_from((head_size, 2 * draw(st.integers(1, head_size // 2)))))
+    cache_dtype = draw(st.sampled_from((dtype, *QUANTIZED_CACHE_DTYPES)))
+    generator = torch.Generator().manual_seed(seed)
+    fused = torch.randn(tokens, heads + 2 * kv_heads, head_size, generator=generator).to(device, dtype)
+    angles = torch.rand(50, rotary_dim // 2, generator=generator) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
+    positions = torch.randint(0, 50, (tokens,), generator=generator).to(device)
+    slots = (torch.randperm(24, generator=generator)[: max(0, tokens - draw(st.integers(0, 2)))] - 1).to(device)
+    caches = torch.full((2, 3, kv_heads, 8, head_size), 77, dtype=torch.uint8).view(torch.uint8).to(device)
+    caches = caches.to(cache_dtype)
+    scales = None if cache_dtype is dtype else torch.linspace(0.01, 0.9, kv_heads, device=device)
+    options = {"key_scale": scales, "value_scale": scales}
+    expected_fused, expected_caches = fused.clone(), caches.clone()
+
+    def parts(whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return whole[:, :heads], whole[:, heads : heads + kv_heads], whole[:, heads + kv_heads :]
+
+    query, key, value = parts(expected_fused)
+    before = key.clone()
+    kernels.rotary_embedding(positions, query, key, cos_sin, interleaved=interleaved)
+    kernels.reshape_and_cache(key, value, expected_caches[0], expected_caches[1], slots, **options)
+    key.copy_(before)
+    kernels.rotary_and_cache(positions, *parts(fused), cos_sin, *caches, slots, interleaved=interleaved, **options)
+    assert torch.equal(fused, expected_fused)
+    assert torch.equal(caches.view(torch.uint8), expected_caches.view(torch.uint8))
 
 
 def test_rms_norm_in_place(device: str) -> None:

@@ -107,8 +107,10 @@ def test_a_stored_copy_of_what_follows_from_the_rest_must_agree(tmp_path: Path) 
 
 def test_a_config_that_is_no_json_or_names_another_model_is_refused(single: Path) -> None:
     config = json.loads((single / "config.json").read_text())
-    (single / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
-    with pytest.raises(LoadError, match=r"'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM"):
+    (single / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForTalking"]}))
+    with pytest.raises(
+        LoadError, match=r"'LlamaForTalking' is not supported; .* first: LlamaForCausalLM, .*transformers"
+    ):
         load(single)
     (single / "config.json").write_text('{"hidden_size": ')
     with pytest.raises(LoadError, match=r"config\.json: cannot be read"):

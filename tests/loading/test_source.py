@@ -216,7 +216,6 @@ def touch(*names: str) -> Callable[[Path], None]:
         (touch(), r"lacks config\.json and \*\.safetensors"),
         (touch("config.json"), r"lacks \*\.safetensors"),
         (touch("model.safetensors"), r"lacks config\.json"),
-        (touch("config.json", "pytorch_model.bin"), r"pickled weights only"),
         (touch("a.gguf", "b.gguf"), r"holds 2 GGUF files, name one of them: a\.gguf, b\.gguf"),
     ],
 )
@@ -239,6 +238,23 @@ def test_paths_resolve_by_what_lies_there(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "config.json"))
     with pytest.raises(LoadError, match=r"nowhere\.gguf: no such file"):
         resolve_model(str(tmp_path / "nowhere.gguf"))
+
+
+def test_pickled_weights_of_the_hub_are_fetched_where_there_are_no_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def snapshot_download(repository: str, *, allow_patterns: list[str], **_: object) -> str:
+        asked.append(allow_patterns)
+        (tmp_path / "config.json").touch()
+        if "pytorch_model*.bin" in allow_patterns:
+            (tmp_path / "pytorch_model.bin").touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert resolve_model("facebook/opt-125m", progress=False).format == "bin"
+    assert ["*.safetensors" in patterns for patterns in asked] == [True, False]
 
 
 def test_an_unreachable_hub_names_the_alternatives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

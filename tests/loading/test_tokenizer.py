@@ -13,10 +13,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from research_engine.loading import LoadError, load_tokenizer
+from research_engine.loading import LoadError, load_tokenizer, resolve_model
 from research_engine.loading.gguf_tokenizer import build_backend
 from research_engine.loading.tokenizer import Tokenizer, byte_tokenizer, tokenizer_from_directory
 from tests.models.smollm2 import smollm2_source
+from tests.models.tiny_llama import make_reference, saved
 
 BYTES = byte_tokenizer()
 UTF8_EDGES = [0x7F, 0x80, 0xBF, 0xC0, 0xC2, 0xDF, 0xE0, 0xA0, 0x9F, 0xED, 0xEF, 0xF0, 0x90, 0xF4, 0x8F, 0xF5, 0xFF]
@@ -292,3 +293,14 @@ def test_text_survives_smollm2(text: str, smollm2: Tokenizer) -> None:
 @given(ids=st.lists(st.one_of(st.integers(0, 49200), st.integers(0, 300)), max_size=20), skip=st.booleans())
 def test_a_smollm2_stream_adds_up_to_the_whole(ids: list[int], skip: bool, smollm2: Tokenizer) -> None:
     assert streamed(smollm2, ids, skip) == smollm2.decode(ids, skip)
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused_and_added_tokens_are_not_counted(tmp_path: Path) -> None:
+    """Gemma 3's tokenizer adds an image token that the text model has no embedding for."""
+    fitting = saved(make_reference(num_hidden_layers=1, vocab_size=256, eos_token_id=2), tmp_path / "fitting")
+    write_directory(fitting, adds_bos=False, config={})  # 256 bytes, and two tokens added
+    assert load_tokenizer(resolve_model(str(fitting))).vocab_size == 258
+    small = saved(make_reference(num_hidden_layers=1, vocab_size=255, eos_token_id=2), tmp_path / "small")
+    write_directory(small, adds_bos=False, config={})
+    with pytest.raises(LoadError, match="the tokenizer has 256 tokens and the model embeddings for 255: they do not"):
+        load_tokenizer(resolve_model(str(small)))

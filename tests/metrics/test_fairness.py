@@ -18,19 +18,24 @@ TRACES = os.environ.get("RESEARCH_ENGINE_TRACES")
 
 @pytest.mark.skipif(TRACES is None, reason="RESEARCH_ENGINE_TRACES does not name the directory of public traces")
 @pytest.mark.parametrize(
-    ("policy", "largest", "mean"),
+    ("policy", "largest", "mean", "variance"),
     [
-        ("FCFS", 759.97, 433.53),
-        ("LCF", 750.49, 323.82),
-        ("VTC", 368.40, 251.66),
-        ("VTC_oracle", 329.46, 227.51),
+        ("FCFS", 759.97, 433.53, 32112.00),
+        ("LCF", 750.49, 323.82, 29088.90),
+        ("VTC", 368.40, 251.66, 6549.16),
+        ("VTC_predict", 365.47, 240.33, 5321.62),
+        ("VTC_oracle", 329.46, 227.51, 4475.76),
     ],
 )
-def test_the_vtc_papers_table_2_comes_out_of_its_published_results(policy: str, largest: float, mean: float) -> None:
+def test_the_vtc_papers_table_2_comes_out_of_its_published_results(
+    policy: str, largest: float, mean: float, variance: float
+) -> None:
+    """323.82 for LCF, by the artifact's own formula; 323.89, which is quoted as well, fits none of its windows."""
     services = read_vtc_responses(Path(str(TRACES)) / f"vtc_real_{policy}.jsonl")
     assert len({service.client for service in services}) == 27
     difference = metrics.service_difference(services, window=60.0, start=0.0, end=600.0)
-    assert (round(difference.max, 2), round(difference.mean, 2)) == (largest, mean)
+    found = (difference.max, difference.mean, difference.variance)
+    assert tuple(round(number, 2) for number in found) == (largest, mean, variance)
     assert len(difference.times) == 19
 
 

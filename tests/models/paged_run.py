@@ -7,16 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from research_engine.models.attention_metadata import AttentionMetadata
-from research_engine.models.llama import LlamaForCausalLM
+from research_engine.models.decoder import Decoder
 
 
 class PagedRun:
     """A few requests side by side. Blocks are handed out in shuffled order and start as NaN, so that a read of a slot
     that was never written shows."""
 
-    def __init__(
-        self, model: LlamaForCausalLM, num_requests: int, max_len: int, block_size: int = 16, seed: int = 0
-    ) -> None:
+    def __init__(self, model: Decoder, num_requests: int, max_len: int, block_size: int = 16, seed: int = 0) -> None:
         self.model, self.block_size = model, block_size
         per_request = -(-max_len // block_size)
         num_blocks = num_requests * per_request + 1

@@ -105,7 +105,7 @@ def test_greedy_tokens_equal_transformers(tmp_path: Path) -> None:
 def test_weights_on_the_cpu_are_packed_and_no_rows_give_no_logits() -> None:
     model = load_model(resolve_model("dummy:tiny"), dtype=torch.float32, device="cpu", progress=False)
     packed = torch.backends.mkldnn.is_available()
-    assert (model.layers[0].qkv.weight is None) == packed
+    assert (model.layers[0].attention.qkv.weight is None) == packed
     assert model.compute_logits(torch.empty(0, 128)).shape == (0, 259)
 
 

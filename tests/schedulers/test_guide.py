@@ -1,4 +1,4 @@
-"""docs/writing_a_scheduler.md does what it says: its files are written, its programs and commands are run."""
+"""docs/write_a_scheduler.md does what it says: its files are written, its programs and commands are run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "docs" / "writing_a_scheduler.md").read_text(), re.DOTALL)
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "docs" / "write_a_scheduler.md").read_text(), re.DOTALL)
 FILES = {m[1]: text for kind, text in BLOCKS if kind == "python" and (m := re.match(r"# (\w+\.py)\n", text))}
 PROGRAMS = [text for kind, text in BLOCKS if kind == "python" and not text.startswith("# ")]
 COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
+EXPERIMENTS = [line for line in COMMANDS if line.startswith("python experiments/run.py ")]
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def run_in(folder: Path, command: list[str]) -> str:
 
 
 def test_the_guide_has_what_this_test_looks_for():
-    assert len(FILES) == 3 and len(PROGRAMS) == 2 and len(COMMANDS) == 1
+    assert len(FILES) == 3 and len(PROGRAMS) == 2 and len(COMMANDS) == 6
     assert max(len([line for line in text.splitlines() if line.strip()]) for text in FILES.values()) <= 31
 
 
@@ -44,10 +45,29 @@ def test_the_guides_programs_run(folder, index):
     run_in(folder, [sys.executable, "-c", PROGRAMS[index]])
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_guides_commands_are_accepted(folder, command):
+@pytest.fixture
+def with_skeleton(folder: Path) -> Path:
+    assert COMMANDS[0] == "research-engine new scheduler my_policy"
+    run_in(folder, [sys.executable, "-m", "research_engine.cli", *COMMANDS[0].split()[1:]])
+    return folder
+
+
+@pytest.mark.parametrize("command", EXPERIMENTS)
+def test_the_guides_experiments_are_accepted(with_skeleton, command):
     """--dry-run checks the experiment, the policies and their parameters."""
     words = shlex.split(command)
-    assert words[:2] == ["python", "experiments/run.py"]
-    out = run_in(folder, [sys.executable, str(ROOT / "experiments" / "run.py"), *words[2:], "--dry-run"])
-    assert "ShortestFirst" in out and "fcfs" in out
+    out = run_in(with_skeleton, [sys.executable, str(ROOT / "experiments" / "run.py"), *words[2:], "--dry-run"])
+    (policies,) = [word.removeprefix("scheduler=") for word in words if word.startswith("scheduler=")]
+    for policy in policies.strip("[]").split(","):
+        assert policy.rpartition(":")[2] in out
+
+
+def test_the_skeletons_test_passes_as_the_guide_says(with_skeleton):
+    assert COMMANDS[1] == "python -m pytest test_my_policy.py"
+    assert "5 passed" in run_in(with_skeleton, [sys.executable, *COMMANDS[1].split()[1:]])
+
+
+def test_the_guides_explanation_is_there(folder):
+    """The run that it makes is tested in tests/explain; here, that the command takes what the guide gives it."""
+    words = shlex.split(COMMANDS[-1])
+    assert words[:2] == ["research-engine", "explain"] and words[2] == shlex.split(COMMANDS[-2])[-1]

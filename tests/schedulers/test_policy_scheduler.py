@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 
+from research_engine.engine.decision_log import DecisionLog
 from research_engine.engine.errors import PolicyError
 from schedulers.base import PolicyScheduler
 from schedulers.chunked_prefill import ChunkedPrefill
 from schedulers.fcfs import FCFS
+from schedulers.ranked import RankedScheduler
 from tests.engine.random_runs import RandomRun
 from tests.engine.shadow import drain, greedy, make_engine
 
@@ -102,16 +104,44 @@ def test_nobody_is_preempted_when_all_victims_together_would_not_be_enough():
         ({"quota": lambda *_: 1.5}, r"Odd.quota returned 1.5; it must return a number of tokens, an int"),
         ({"quota": lambda *_: None}, r"Odd.quota returned None"),
         ({"victim": lambda *_: "b"}, r"Odd.victim returned 'b'; it must return one of the candidates, or None"),
-        ({"order": lambda *_: None}, r"Odd.schedule raised TypeError"),
+        ({"yielding": lambda *_: 5}, r"Odd.yielding returned 5; it must return the candidates that may be asked"),
+        ({"own_victim": lambda *_: None}, r"Odd.own_victim returned None; it must return one of the candidates"),
+        ({"order": lambda *_: None}, r"Odd.order returned None; it must return the requests to serve, in order"),
+        ({"order": lambda *_: ["a"]}, r"Odd.order yielded 'a'; it must yield requests, of view.running and view.wait"),
+        ({"mode": lambda *_: "drop"}, r"Odd.mode returned 'drop'; it must return 'recompute' or 'swap'"),
+        ({"explain": lambda *_: 3}, r"Odd.explain returned 3; it must return a mapping of names to numbers or texts"),
     ],
 )
 def test_a_choice_that_is_no_choice_is_named(choice, message):
+    """The error says what the hook should return and, where it was about one, the request."""
     odd = type("Odd", (PolicyScheduler,), choice)(watermark=0.0)
-    engine = make_engine(odd, num_blocks=2)
+    engine = make_engine(odd, num_blocks=2, decisions=DecisionLog())
     for name in "ab":
         engine.add_request(name, range(4), greedy(4))
-    with pytest.raises(PolicyError, match=message):
+    with pytest.raises(PolicyError, match=message) as caught:
         drain(engine)
+    assert caught.value.request_id == (None if "order" in choice else "a")
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        (
+            lambda self, request: 5,
+            r"request 'a': .*on_arrival raised TypeError: rank of request 'a' is 5; it must be a tu",
+        ),
+        (lambda self, request: (1,), r"rank of request 'b' is \(1,\); it must be a tuple .* unique: end it with req"),
+        (
+            lambda self, request: ("x" if request.id == "a" else 1,),
+            r"rank of request 'b' is \(1,\); it must be a tuple",
+        ),
+    ],
+)
+def test_a_rank_that_orders_nothing_is_named(rank, message):
+    engine = make_engine(type("Odd", (RankedScheduler,), {"rank": rank})())
+    with pytest.raises(PolicyError, match=message):
+        [engine.add_request(name, range(4), greedy(4)) for name in "ab"]
 
 
 @pytest.mark.parametrize(

@@ -72,17 +72,19 @@ def make_profile(path: Path, model: str = "dummy:tiny") -> Path:
 
 def test_a_profile_needs_no_sheet(tmp_path):
     profile = make_profile(tmp_path / "p.json")
-    (summary,) = run(tmp_path, factors={}, gpu=None, profile=str(profile))
+    (summary,) = run(tmp_path, factors={}, gpu=None, cost_model=f"profiled:{profile}")
     assert summary["machine"] == "simulated own, profile"
     assert summary["metrics"]["ttft"]["min"] >= 0.5
 
 
 @pytest.mark.parametrize(
     ("settings", "rule"),
-    [({"executor": "torch"}, "gpu and profile describe a simulation"),
+    [({"executor": "torch"}, "gpu, cost_model and tensor_parallel_size describe a simulation"),
      ({"gpu": None}, "needs gpu"),
      ({"gpu": "h20"}, "no GPU sheet 'h20'; there are h200"),
-     ({"profile": "no.json"}, "profile: .*no.json")],
+     ({"cost_model": "profiled:no.json"}, "cost_model: .*no.json"),
+     ({"cost_model": "guessed"}, "cost_model = 'guessed'"),
+     ({"tensor_parallel_size": 3}, "tensor_parallel = 3: must divide the model's num_heads, 4")],
 )  # fmt: skip
 def test_a_mistake_is_told_before_anything_runs(tmp_path, settings, rule):
     with pytest.raises(ConfigError, match=rule):
@@ -92,4 +94,6 @@ def test_a_mistake_is_told_before_anything_runs(tmp_path, settings, rule):
 def test_a_profile_of_another_model_or_gpu_is_refused(tmp_path):
     profile = make_profile(tmp_path / "p.json", model="other")
     with pytest.raises(ConfigError, match="model is 'other', wanted 'dummy:tiny'; gpu is 'own', wanted 'NVIDIA H200'"):
-        run(tmp_path, factors={}, profile=str(profile))
+        run(tmp_path, factors={}, cost_model=f"profiled:{profile}")
+    (summary,) = run(tmp_path, factors={}, cost_model=f"profiled:{profile}", force_profile=True)
+    assert summary["machine"] == "simulated own, profile"

@@ -7,8 +7,9 @@ import random
 import pytest
 
 from research_engine.engine.records import StepRecord
+from research_engine.simulation.attention_cost import AttentionFormula
 from research_engine.simulation.cost_model import Work, work_of_record
-from research_engine.simulation.fit import fit_profile, step_error
+from research_engine.simulation.fit import Basis, Sample, fit_profile, fit_samples, refine, step_error
 from research_engine.simulation.profiled import ProfiledCost
 
 BASE, PER_ROW, PER_KV, PER_PAIR = 3e-3, 5e-6, 4e-9, 6e-10
@@ -24,7 +25,8 @@ def planted(work: Work) -> float:
 def record_of(rows: list[tuple[int, int]], seconds: float = 0.0, step: int = 0) -> StepRecord:
     starts, tokens = [before for _, before in rows], [count for count, _ in rows]
     names = [str(i) for i in range(len(rows))]
-    return StepRecord(step, 1.0, 1.0, 1.0 + seconds, 1.0 + seconds, names, starts, tokens, [True] * len(rows),
+    begin = 100.0 * step
+    return StepRecord(step, begin, begin, begin + seconds, begin + seconds, names, starts, tokens, [True] * len(rows),
                       len(rows), 0, 1, 0, 1, 1, [], 0, 0, 0)  # fmt: skip
 
 
@@ -85,5 +87,55 @@ def test_too_few_steps_are_refused():
 def test_steps_of_a_simulation_without_time_are_refused():
     made = steps(50)
     made[7].finished = made[7].started
-    with pytest.raises(ValueError, match="step 7 took 0.0 s"):
+    with pytest.raises(ValueError, match=r"step 7 took 0\.0 s"):
         fit_profile(made, model="m", machine={})
+
+
+def test_steps_that_overlap_are_refused():
+    made = steps(50)
+    made[7].started = made[7].committed = made[6].executed - 1e-4
+    with pytest.raises(ValueError, match="step 7 began before step 6 was done"):
+        fit_profile(made, model="m", machine={})
+
+
+def test_a_measured_profile_is_refined_by_the_parts_of_real_steps():
+    measured = fit_profile(steps(400), model="m", machine={})
+    slower = []
+    for step in steps(400, seed=1):
+        sample = Sample.of(step)
+        dense, head, decode, prefill = ProfiledCost(measured).parts(sample.work)
+        slower.append(Sample(sample.work, 1.5 * dense + head + decode + prefill, 2e-3 + 1e-6 * sample.work.sequences))
+    refined = refine(measured, slower)
+    assert refined.held_out["mape"] < 0.02
+    assert refined.dense(2000) == pytest.approx(1.5 * measured.dense(2000), rel=0.03)
+    assert refined.attention.per_token == pytest.approx(measured.attention.per_token, rel=0.05)
+    assert refined.host[0] == pytest.approx(2e-3, rel=0.2)
+
+
+def test_what_real_steps_do_not_show_stays_as_it_was_measured():
+    measured = fit_profile(steps(400), model="m", machine={})
+    decodes = [Sample(Work(n, n, n, n, 100 * n, 100), 0.0, 0.0) for n in range(1, 101)]
+    slower = [s._replace(execute=1.3 * ProfiledCost(measured).price(s.work)) for s in decodes]
+    refined = refine(measured, slower)
+    assert refined.held_out["mape"] < 0.02
+    assert refined.attention.prefill[(1, 0)] == pytest.approx(measured.attention.prefill[(1, 0)], rel=0.01)
+
+
+def test_a_rate_table_comes_back_between_its_points_and_beyond_them():
+    true = AttentionFormula(0.0, 0.0, 0.0, 0.0, {(16, 0): 4e-9, (16, 1000): 2e-9, (256, 0): 1e-9, (256, 1000): 3e-9})
+    rng = random.Random(0)
+    works = [Work(c, 1, 0, prefills=((c, rng.randrange(0, 1500)),)) for c in range(2, 400, 3)]
+    basis = Basis((1.0, 400.0), chunks=(16.0, 256.0), befores=(0.0, 1000.0))
+    samples = [Sample(work, 1e-7 + 1e-9 * (work.tokens - 1) + true.seconds(work), 0.0) for work in works]
+    profile = fit_samples(samples, basis, model="m", machine={})
+    for point, rate in true.prefill.items():
+        assert profile.attention.prefill[point] == pytest.approx(rate, rel=0.1)
+
+
+def test_a_step_that_something_disturbed_does_not_bend_the_fit():
+    made = steps(400)
+    for step in made[::10]:
+        step.executed += 0.5
+        step.finished += 0.5
+    profile = fit_profile(made, model="m", machine={})
+    assert profile.attention.per_token == pytest.approx(PER_KV, rel=0.05)

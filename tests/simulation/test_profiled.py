@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,8 +24,9 @@ TABLE = AttentionTable(
 
 def profile(attention=FORMULA, **changes) -> Profile:
     fields = {"model": "m", "machine": {"gpu": "g", "driver": "1"}, "dense": Curve([(1, 2.0), (8, 4.0), (64, 20.0)]),
-              "head": Curve([(1, 1.0), (8, 3.0)]), "host": (0.25, 0.125), "block_move": 5.0, "block_copy": 0.5,
-              "held_out": {"steps": 9, "mape": 0.02, "bias": -0.01}, "origin": "made up"}  # fmt: skip
+              "head": Curve([(1, 1.0), (8, 3.0)]), "host": (0.25, 0.125), "block_move": (7.0, 5.0),
+              "block_copy": (0.125, 0.5), "held_out": {"steps": 9, "mape": 0.02, "bias": -0.01},
+              "parts": {"dense": {"mape": 0.5}}, "origin": "made up"}  # fmt: skip
     return Profile(**{**fields, "attention": attention, **changes})
 
 
@@ -45,7 +48,7 @@ def test_prefill_is_pairs_times_the_interpolated_rate():
 def test_block_moves_and_copies_are_paid_for():
     batch = batch_of()
     batch.swap_in, batch.copies = [(0, 1), (1, 2), (2, 3)], [(0, 1)]
-    assert ProfiledCost(profile()).seconds(batch) == pytest.approx(3 * 5.0 + 0.5 + 0.25)
+    assert ProfiledCost(profile()).seconds(batch) == pytest.approx(7.0 + 3 * 5.0 + 0.125 + 0.5 + 0.25)
 
 
 @pytest.mark.parametrize("attention", [FORMULA, TABLE], ids=["formula", "table"])
@@ -89,7 +92,7 @@ def test_a_profile_survives_its_file(attention, tmp_path):
     own = profile(attention)
     own.save(tmp_path / "p.json")
     read = Profile.load(tmp_path / "p.json")
-    for name in ("model", "machine", "host", "block_move", "block_copy", "held_out", "origin"):
+    for name in ("model", "machine", "host", "block_move", "block_copy", "held_out", "parts", "origin"):
         assert getattr(read, name) == getattr(own, name)
     for batch in (decodes(3, 77), batch_of((40, 10), (1, 5)), batch_of((5000, 0))):
         assert ProfiledCost(read).seconds(batch) == ProfiledCost(own).seconds(batch)
@@ -104,8 +107,36 @@ def test_a_profile_of_something_else_is_refused_with_every_difference():
 
 def test_a_file_of_another_format_is_refused(tmp_path):
     (tmp_path / "p.json").write_text('{"format": 99}')
-    with pytest.raises(ValueError, match="format 99, this version reads 1"):
+    with pytest.raises(ValueError, match="format 99, this version reads 2"):
         Profile.load(tmp_path / "p.json")
-    (tmp_path / "p.json").write_text('{"format": 1, "model": "m"}')
+    (tmp_path / "p.json").write_text('{"format": 2, "model": "m"}')
     with pytest.raises(ValueError, match="lacks 'machine'"):
         Profile.load(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff\xfe", b"null", b"{}"])
+def test_what_is_no_profile_is_refused_with_its_name(content, tmp_path):
+    (tmp_path / "p.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"p\.json is no profile"):
+        Profile.load(tmp_path / "p.json")
+
+
+WRONG = [None, "x", 7, -1.0, float("nan"), [], {}, [[1, -2.0]], [[1]], {"kind": "formula"}, [1, None]]
+
+
+@pytest.mark.parametrize("name", ["model", "machine", "dense", "head", "attention", "host", "block_move", "block_copy",
+                                  "held_out", "parts", "origin"])  # fmt: skip
+@pytest.mark.parametrize("wrong", WRONG, ids=repr)
+def test_a_corrupt_field_is_refused_or_means_what_it_says(name, wrong, tmp_path):
+    path = tmp_path / "p.json"
+    profile().save(path)
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, name: wrong}))
+    texts = isinstance(wrong, dict) and all(isinstance(value, str) for value in wrong.values())
+    harmless = {"model": wrong == "x", "origin": wrong == "x", "machine": texts, "held_out": wrong == {},
+                "parts": wrong == {}}  # fmt: skip
+    if harmless.get(name):
+        assert Profile.load(path).host == profile().host  # another text, or nothing recorded: no damage
+        return
+    with pytest.raises(ValueError, match=r"p\.json: the profile"):
+        Profile.load(path)

@@ -62,9 +62,7 @@ def test_a_real_run_and_its_replay_in_virtual_time_decide_alike(policy, paramete
     from research_engine.options import EngineOptions
 
     loaded = load(EngineOptions("dummy:tiny", device="cpu", skip_tokenizer_init=True), progress=False)
-    executor = torch_executor.TorchExecutor(
-        loaded.model, num_blocks=CONFIG.num_blocks, block_size=8, num_host_blocks=CONFIG.num_host_blocks
-    )
+    executor = torch_executor.TorchExecutor(loaded.model, CONFIG)
     # more than the cache holds come together, so that the machine's speed has no say in whether one is preempted
     arrivals = workload(rate=60.0, seed=len(policy) + len(parameters), at_once=12)
     real = Engine(CONFIG, schedulers.create(policy, **parameters), executor)

@@ -24,10 +24,11 @@ SHAPE = SimpleNamespace(
 ROUND = GpuSheet(
     name="round numbers", memory_gib=1.0, memory_bandwidth=1e6, flops=1e9, memory_efficiency=0.5,
     gemm_efficiency=((1, 0.5), (100, 1.0)), attention_efficiency=0.5, kernel_seconds=0.0, host_link_bandwidth=1e5,
-    host_seconds=0.0, host_seconds_per_sequence=0.0,
+    gpu_link_bandwidth=1e4, gpu_link_seconds=0.25, host_seconds=0.0, host_seconds_per_sequence=0.0,
     sources=dict.fromkeys((
         "memory_gib", "memory_bandwidth", "flops", "memory_efficiency", "gemm_efficiency", "attention_efficiency",
-        "kernel_seconds", "host_link_bandwidth", "host_seconds", "host_seconds_per_sequence"), "made up"),
+        "kernel_seconds", "host_link_bandwidth", "gpu_link_bandwidth", "gpu_link_seconds", "host_seconds",
+        "host_seconds_per_sequence"), "made up"),
 )  # fmt: skip
 
 
@@ -137,3 +138,59 @@ def test_a_model_too_large_for_a_gpu_is_refused_with_the_numbers():
     huge = dataclasses.replace(LLAMA_8B, num_layers=200)
     with pytest.raises(ValueError, match="hold weights of 83"):
         kv_blocks_of(huge, load_sheet("rtx4090"))
+
+
+def test_five_gpus_share_what_can_be_divided():
+    one, five = RooflineCost(SHAPE, ROUND), RooflineCost(SHAPE, ROUND, tensor_parallel=5)
+    work = Work(tokens=3, sequences=3, draws=3, decodes=3, decode_kv=700, decode_kv_max=400)
+    assert five.attention(work) == pytest.approx(one.attention(work) / 5)
+    # qkv: 100 -> (10 + 2 x 5) x 10 / 5; output: 20 -> 100; gate and up: 100 -> 2 x 60; down: 60 -> 100
+    layer = five.linear(1, 100, 40) + five.linear(1, 20, 100) + five.linear(1, 100, 120) + five.linear(1, 60, 100)
+    alone = dataclasses.replace(ROUND, gpu_link_seconds=0.0, gpu_link_bandwidth=1e30)
+    elements = 8 * 100 + 2 * 40 + 3 * 60 + 2 * 20  # norms whole, the rest in fifths
+    assert RooflineCost(SHAPE, alone, tensor_parallel=5).dense(1) == pytest.approx(2 * (layer + elements * 2 / 0.5e6))
+
+
+def test_an_all_reduce_is_a_ring():
+    # every GPU sends 2 x 4/5 of 1,000 bytes at 10 kB/s after a quarter of a second
+    assert RooflineCost(SHAPE, ROUND, tensor_parallel=5).all_reduce(1000) == pytest.approx(0.25 + 0.16)
+    assert RooflineCost(SHAPE, ROUND).all_reduce(1000) == 0.0
+
+
+def test_more_gpus_make_a_large_prefill_faster_and_leave_room_for_more_kv():
+    sheet = load_sheet("h100")
+    times = [RooflineCost(LLAMA_8B, sheet, tensor_parallel=n).seconds(batch_of((8000, 0))) for n in (1, 2, 4, 8)]
+    assert times == sorted(times, reverse=True)
+    blocks = [kv_blocks_of(LLAMA_8B, sheet, tensor_parallel=n) for n in (1, 2, 4)]
+    assert blocks == sorted(blocks)
+    assert blocks[1] > 2 * blocks[0]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "rule"),
+    [(0, "must be an integer >= 1"), (3, "must divide the model's num_heads, 10"), (2, "num_kv_heads, 5, must divide")],
+)
+def test_a_model_that_cannot_be_divided_is_refused(gpus, rule):
+    with pytest.raises(ValueError, match=rule):
+        RooflineCost(SHAPE, ROUND, tensor_parallel=gpus)
+
+
+def test_gpus_beyond_the_kv_heads_hold_copies_of_them():
+    shape = SimpleNamespace(**{**vars(SHAPE), "num_kv_heads": 1})
+    work = Work(tokens=1, sequences=1, draws=1, decodes=1, decode_kv=700, decode_kv_max=700)
+    quick = dataclasses.replace(ROUND, flops=1e12)  # bytes alone count
+    assert RooflineCost(shape, quick, tensor_parallel=10).attention(work) == RooflineCost(shape, quick).attention(work)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"name": 3}'])
+def test_a_file_that_is_no_sheet_is_refused_with_its_name(content, tmp_path):
+    (tmp_path / "own.json").write_text(content)
+    with pytest.raises(ValueError, match=r"own\.json"):
+        load_sheet(str(tmp_path / "own.json"))
+
+
+def test_a_text_for_a_number_is_refused(tmp_path):
+    raw = json.loads((SHEETS / "h200.json").read_text())
+    (tmp_path / "own.json").write_text(json.dumps({**raw, "flops": "many"}))
+    with pytest.raises(ValueError, match=r"own\.json"):
+        load_sheet(str(tmp_path / "own.json"))

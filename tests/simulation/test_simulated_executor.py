@@ -74,7 +74,7 @@ def test_every_request_gets_the_length_it_was_given_whatever_ends_it_otherwise()
 
 def test_preemption_and_swapping_need_nothing_of_the_executor():
     engine = make(num_blocks=12, num_host_blocks=12)
-    engine.scheduler = schedulers.create("chunked_prefill", preemption="swap")
+    engine._policy.scheduler = schedulers.create("chunked_prefill", preemption="swap")
     sampling = SamplingParams(max_tokens=30, ignore_eos=True)
     replay(engine, [Arrival(0.0, str(i), range(100 * i, 100 * i + 5), sampling) for i in range(4)])
     assert sum(step.blocks_swapped_out for step in engine.records.steps) > 0
@@ -94,6 +94,38 @@ def test_after_shutdown_it_refuses_work():
     engine.executor.shutdown()
     engine.add_request("a", range(5), SamplingParams())
     with pytest.raises(RuntimeError, match="shut down"):
+        engine.step()
+
+
+class HostAndDevice:
+    """10 ms of the device and `host` seconds of the host a step."""
+
+    def __init__(self, host: float) -> None:
+        self.host = host
+
+    def seconds(self, batch: Batch) -> float:
+        return 0.01 + self.host
+
+    def host_seconds(self, batch: Batch) -> float:
+        return self.host
+
+
+@pytest.mark.parametrize(("overlap", "host", "step"), [(False, 0.004, 0.014), (True, 0.004, 0.01), (True, 0.03, 0.029)])
+def test_an_engine_that_runs_ahead_hides_the_shorter_of_host_and_device_time(overlap, host, step):
+    config = EngineConfig(num_blocks=64, block_size=4, max_model_len=128, overlap=overlap)
+    engine = simulated_engine(config, schedulers.create("chunked_prefill"), HostAndDevice(host))
+    replay(engine, [Arrival(0.0, "a", range(7), SamplingParams(max_tokens=21, ignore_eos=True))])
+    (record,) = engine.records.requests
+    # the last token needs no host time before it: (19 x 30 ms + 10 ms) / 20
+    assert (record.last_token_time - record.first_token_time) / 20 == pytest.approx(step)
+
+
+@pytest.mark.parametrize("seconds", [-0.1, float("nan"), float("inf")])
+def test_a_step_that_takes_no_possible_time_is_refused(seconds):
+    engine = make()
+    engine.executor._cost_model.seconds = lambda batch: seconds
+    engine.add_request("a", range(5), SamplingParams())
+    with pytest.raises(ValueError, match="the cost model says"):
         engine.step()
 
 
@@ -124,3 +156,12 @@ def test_torch_is_not_imported():
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_speed_bench_accounts_for_all_of_its_time():
+    from research_engine.bench.simulate import SimulateOptions, run
+
+    report = run(SimulateOptions(requests=20, parts=True))
+    assert sum(report.parts.values()) == pytest.approx(1.0)
+    assert report.parts["update"] > 0
+    assert run(SimulateOptions(requests=3)).parts == {}

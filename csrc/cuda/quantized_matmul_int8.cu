@@ -1,0 +1,6 @@
+// The product of quantized_matmul.cuh with weights of 8 bits, integers; a file of its own, for it compiles long.
+#include "quantized_matmul.cuh"
+
+namespace research_engine::cuda {
+template void launch_quantized_matmul<QuantizedKind::int8>(MatmulParams, DType, Stream);
+}  // namespace research_engine::cuda

@@ -1,0 +1,123 @@
+"""A run directory as the analysis reads it: configuration, plan, environment, cells, and each trial's records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from experiments.analysis.cells import CellResults
+from experiments.config import ConfigError
+from experiments.storage import read_summary
+from research_engine import metrics
+
+if TYPE_CHECKING:
+    from research_engine.engine.records import Records
+
+MOST_PANELS = 9  # cells of a plot over time
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """One run directory.
+
+    Raises (of):
+        ConfigError: the directory is no run.
+    """
+
+    directory: Path
+    config: Mapping[str, Any]
+    plan: Sequence[Mapping[str, Any]]
+    environment: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, directory: Path) -> RunFiles:
+        try:
+            config = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
+            plan, environment = (
+                json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
+                for name in ("trials", "environment")
+            )
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"{directory}: no run directory: {error}") from error
+        return cls(directory, config, plan, environment)
+
+    @cached_property
+    def cells(self) -> list[CellResults]:
+        """In the plan's order, with the summaries of their finished trials."""
+        failures = self._failures()
+        grouped: dict[str, list[Mapping[str, Any]]] = {}
+        for trial in self.plan:
+            grouped.setdefault(trial["cell"], []).append(trial)
+        cells = []
+        for label, trials in grouped.items():
+            found = {(t["seed"], t.get("repeat", 0)): read_summary(self.folder(t)) for t in trials}
+            done = {key: summary for key, summary in found.items() if summary is not None}
+            holes = {f"{label}, seed {t['seed']}": failures[t["directory"]]["reason"]
+                     for t in trials if t["directory"] in failures}  # fmt: skip
+            cells.append(CellResults(label, trials[0]["levels"], done, len(trials), holes))
+        return cells
+
+    @property
+    def summaries(self) -> list[Mapping[str, Any]]:
+        return [summary for cell in self.cells for summary in cell.summaries.values()]
+
+    @property
+    def baseline(self) -> Mapping[str, str]:
+        return self.config.get("baseline") or {}
+
+    @property
+    def title(self) -> str:
+        name, description = self.config["name"], self.config.get("description")
+        return f"{name}: {description}" if description else name
+
+    @property
+    def caption(self) -> str:
+        """One line for a plot: experiment, model, machine."""
+        machines = ", ".join(sorted({f"{summary['kind']}: {summary['machine']}" for summary in self.summaries}))
+        what = (self.config.get("base") or {}).get("model") or (self.config.get("base") or {}).get("op") or ""
+        return "  ·  ".join(part for part in (self.config["name"], what, machines) if part)
+
+    def folder(self, trial: Mapping[str, Any]) -> Path:
+        return self.directory / "trials" / str(trial["directory"])
+
+    def finished(self) -> list[Mapping[str, Any]]:
+        """The plan's trials that are finished."""
+        return [trial for trial in self.plan if read_summary(self.folder(trial)) is not None]
+
+    def first_of_each_cell(self) -> dict[str, Mapping[str, Any]]:
+        """Cell -> its first finished trial; all of the same seed where that is possible."""
+        out: dict[str, Mapping[str, Any]] = {}
+        for trial in sorted(self.finished(), key=lambda trial: (trial["seed"], trial.get("repeat", 0))):
+            out.setdefault(trial["cell"], trial)
+        return {cell.label: out[cell.label] for cell in self.cells if cell.label in out}
+
+    @cached_property
+    def first_records(self) -> dict[str, Records]:
+        """Cell -> records of its first finished trial, of as many cells as a plot has panels for."""
+        return {cell: self.records(trial) for cell, trial in islice(self.first_of_each_cell().items(), MOST_PANELS)}
+
+    def records(self, trial: Mapping[str, Any]) -> Records:
+        """What a serving trial left behind."""
+        import pandas as pd
+
+        frames = [pd.read_parquet(self.folder(trial) / f"{name}.parquet") for name in ("requests", "steps")]
+        return metrics.read_frames(*frames)
+
+    def summary(self, trial: Mapping[str, Any]) -> Mapping[str, Any]:
+        found = read_summary(self.folder(trial))
+        assert found is not None
+        return found
+
+    def _failures(self) -> Mapping[str, Any]:
+        try:
+            failures: Mapping[str, Any] = json.loads((self.directory / "failures.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return failures

@@ -1,0 +1,105 @@
+"""What can be told of an experiment without loading anything: mistakes, and what running it would cost."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.config import Cell, ConfigError, TrialSettings
+from experiments.plan import Trial
+from experiments.storage import read_timing
+from experiments.workloads import build_workload
+
+_SAMPLE = 32  # requests of a trial that a simulation is timed with
+_SAMPLE_VOCABULARY = 1000
+
+
+def check_names(cells: Sequence[Cell]) -> None:
+    """Models, GPU sheets, profiles and traces that are named must be there, as far as no download is needed to tell.
+
+    Raises:
+        ConfigError, LoadError, WorkloadError: naming what is wrong, nearest valid ones first.
+    """
+    from research_engine.simulation.gpu_sheet import load_sheet
+
+    for settings in {cell.settings.model_dump_json(): cell.settings for cell in cells}.values():
+        if not isinstance(settings, TrialSettings):
+            continue
+        _check_model(settings.model)
+        settings.workload.files()
+        if settings.gpu is not None:
+            try:
+                load_sheet(settings.gpu)
+            except ValueError as error:
+                raise ConfigError(f"gpu: {error}") from error
+        if settings.profile is not None and not Path(settings.profile).expanduser().is_file():
+            raise ConfigError(f"cost_model: no file {settings.profile!r}")
+
+
+def _check_model(name: str) -> None:
+    from research_engine.loading import resolve_model
+    from research_engine.loading.source import ALIASES
+
+    is_remote = name in ALIASES or name.startswith("pypi:") or re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+    if Path(name).expanduser().exists() or not is_remote:
+        resolve_model(name, progress=False)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a trial takes.
+
+    Attributes:
+        seconds: None where nothing is known.
+        basis: how they are known, for the user.
+    """
+
+    seconds: float | None
+    basis: str
+
+
+def cost_of(trial: Trial, directory: Path | None, scale: float | None) -> Cost:
+    """What running a trial takes, or took.
+
+    Args:
+        trial: whose.
+        directory: of the run, where a finished trial of the same cell may lie.
+        scale: seconds a simulated request, from `seconds_per_request`.
+    """
+    own = trial.settings
+    if directory is not None:
+        words = re.sub(r"[^A-Za-z0-9._]+", "-", trial.cell).strip("-")
+        took = [read_timing(path) for path in sorted((directory / "trials").glob(f"{words}-seed*"))]
+        known = [seconds for seconds in took if seconds is not None]
+        if known:
+            return Cost(sum(known) / len(known), "as finished trials of its cell took")
+    if not isinstance(own, TrialSettings):
+        return Cost(None, f"{own.repeats} runs of {own.op} {own.shape}")
+    if own.executor == "simulated" and scale is not None:
+        return Cost(scale * own.workload.num_requests, f"by its first {_SAMPLE} requests")
+    rate = own.workload.arrivals.rate
+    if own.workload.arrivals.process in ("poisson", "gamma", "constant", "on_off", "diurnal") and rate is not None:
+        return Cost(own.workload.num_requests / rate, "at least: the arrivals alone")
+    return Cost(None, f"{own.workload.num_requests} requests as fast as the machine serves them")
+
+
+def seconds_per_request(trials: Sequence[Trial]) -> float | None:
+    """Host seconds that simulating a request takes on this machine, from the beginning of the first simulated trial."""
+    from experiments.simulated_backend import SimulatedBackend
+    from research_engine.engine.driver import replay
+
+    for trial in trials:
+        own = trial.settings
+        if isinstance(own, TrialSettings) and own.executor == "simulated" and own.workload.conversations is None:
+            backend = SimulatedBackend(progress=False)
+            backend.prepare(own)
+            workload = build_workload(own.workload, trial.seed, vocab_size=_SAMPLE_VOCABULARY)
+            first = workload.arrivals[:_SAMPLE]
+            engine = backend.engine(own, trial.seed)
+            begin = time.perf_counter()
+            replay(engine, first)
+            return (time.perf_counter() - begin) / len(first)
+    return None

@@ -1,0 +1,170 @@
+"""Recorded runs against their simulation: signed errors, step errors with the real batches, ranks of policies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+
+import schedulers
+from experiments.validation.recording import RecordedRun, RecordedStep, Recording
+from research_engine import metrics
+from research_engine.engine.driver import replay
+from research_engine.engine.records import RequestRecord
+from research_engine.simulation.build import simulated_engine
+from research_engine.simulation.profiled import Profile, ProfiledCost
+from research_engine.simulation.streamed_records import StreamedRecords
+
+LATENCIES: Mapping[str, Callable[[RequestRecord], float]] = {
+    "ttft": metrics.ttft, "tpot": metrics.tpot, "e2e": metrics.e2e,
+}  # fmt: skip
+POINTS = ("mean", "p50", "p90", "p99")
+ALIKE_WITHIN = 0.02
+
+
+@dataclass(frozen=True)
+class StepError:
+    """The profile's error on single steps, given the real run's batches, as shares of the step time.
+
+    Attributes:
+        steps: how many.
+        mape: mean absolute error; bias: mean signed error; total: signed error of the summed time.
+    """
+
+    steps: int
+    mape: float
+    bias: float
+    total: float
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """A recorded run and its simulation.
+
+    Attributes:
+        run: the recorded one.
+        simulated: the simulation's requests.
+        real_metrics, simulated_metrics: "ttft.p99" and the like -> seconds, "throughput" -> output tokens per second.
+        forced: the step error with the real batches (teacher-forced).
+        num_steps: of the simulation.
+    """
+
+    run: RecordedRun
+    simulated: list[RequestRecord]
+    real_metrics: Mapping[str, float]
+    simulated_metrics: Mapping[str, float]
+    forced: StepError
+    num_steps: int
+
+    def error(self, metric: str) -> float:
+        """Signed, as a share of the real value."""
+        return self.simulated_metrics[metric] / self.real_metrics[metric] - 1
+
+
+@dataclass(frozen=True)
+class RankAgreement:
+    """Whether the simulation ranks the policies as reality does, at one load.
+
+    Attributes:
+        load: share of the capacity.
+        pairs: pairs of policies and metrics; alike: those that it puts in the real order.
+        clear_pairs, clear_alike: the same among pairs that in reality are more than 2 % apart.
+        swapped: in words, clear pairs in the wrong order.
+    """
+
+    load: float
+    pairs: int
+    alike: int
+    clear_pairs: int
+    clear_alike: int
+    swapped: tuple[str, ...]
+
+
+def compare(recording: Recording, profile: Profile) -> list[RunComparison]:
+    """Simulate every recorded run, free-running: same arrivals, lengths, policy and engine, times by the profile."""
+    return [compare_run(recording, run, profile) for run in recording.runs]
+
+
+def compare_run(recording: Recording, run: RecordedRun, profile: Profile) -> RunComparison:
+    """Simulate one recorded run.
+
+    Raises:
+        ValueError: the policy cannot be made.
+    """
+    # prompts are made up and no token is ever drawn that ends a request, so vocabulary and end tokens have no meaning
+    config = replace(recording.engine, vocab_size=0, eos_token_ids=(), enable_prefix_caching=False)
+    records = StreamedRecords()
+    scheduler = schedulers.create(run.scheduler, **run.parameters)
+    engine = simulated_engine(config, scheduler, ProfiledCost(profile), records=records)
+    report = replay(engine, run.arrivals)
+    return RunComparison(
+        run,
+        records.requests,
+        run_metrics(run.requests, run.end),
+        run_metrics(records.requests, report.end),
+        step_error(run.steps, profile, overlap=recording.engine.overlap),
+        records.num_steps,
+    )
+
+
+def run_metrics(requests: Sequence[RequestRecord], end: float) -> dict[str, float]:
+    """Latencies of completed requests by percentile, and output tokens per second from 0 to `end`."""
+    done = [record for record in requests if metrics.is_completed(record)]
+    found = {"throughput": sum(record.output_tokens for record in done) / end}
+    for name, metric in LATENCIES.items():
+        values = metrics.percentiles(map(metric, done))
+        found |= {f"{name}.{point}": values[point] for point in POINTS}
+    return found
+
+
+def step_error(steps: Sequence[RecordedStep], profile: Profile, *, overlap: bool) -> StepError:
+    """Price the recorded steps' work.
+
+    With overlap a step's time is from the result before it, or from its own beginning if that came later, to its own
+    result; the profile's host time is counted from its beginning, and its device time from the later of the result
+    before it and the end of the host's.
+    """
+    cost = ProfiledCost(profile)
+    real, priced = [], []
+    before = [-math.inf, *(step.executed for step in steps)]
+    for step, result_before in zip(steps, before, strict=False):
+        seconds = cost.price(step.work)
+        if overlap:
+            host = profile.host[0] + profile.host[1] * step.work.sequences
+            begin = max(step.started, result_before)
+            real.append(step.executed - begin)
+            priced.append(max(result_before, step.started + host) + seconds - host - begin)
+        else:
+            real.append(step.finished - step.started)
+            priced.append(seconds)
+    measured, foretold = np.array(real), np.array(priced)
+    errors = foretold / measured - 1
+    return StepError(
+        len(errors), float(np.abs(errors).mean()), float(errors.mean()), float(foretold.sum() / measured.sum() - 1)
+    )
+
+
+def rank_agreement(comparisons: Sequence[RunComparison]) -> list[RankAgreement]:
+    """At each load, over every pair of policies and the P50 and P99 of each latency; one policy has no ranks."""
+    found = []
+    for load in sorted({comparison.run.load for comparison in comparisons}):
+        members = [comparison for comparison in comparisons if comparison.run.load == load]
+        pairs = alike = clear = clear_alike = 0
+        swapped = []
+        for one, other in combinations(members, 2):
+            for metric in (f"{name}.{point}" for name in LATENCIES for point in ("p50", "p99")):
+                real = one.real_metrics[metric] / other.real_metrics[metric]
+                simulated = one.simulated_metrics[metric] / other.simulated_metrics[metric]
+                same = (real - 1) * (simulated - 1) > 0 or real == simulated
+                apart = abs(real - 1) > ALIKE_WITHIN
+                pairs, alike = pairs + 1, alike + same
+                clear, clear_alike = clear + apart, clear_alike + (apart and same)
+                if apart and not same:
+                    names = f"{one.run.scheduler} / {other.run.scheduler}"
+                    swapped.append(f"{metric.upper()} of {names}: {real:.3f} real, {simulated:.3f} simulated")
+        if pairs:
+            found.append(RankAgreement(load, pairs, alike, clear, clear_alike, tuple(swapped)))
+    return found

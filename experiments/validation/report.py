@@ -1,0 +1,195 @@
+"""The validation's tables and plots: Markdown, CSV and LaTeX, and the distributions of both sides in one figure."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.analysis.plots import line_style
+from experiments.storage import write_text, write_with
+from experiments.validation.comparison import LATENCIES, POINTS, RankAgreement, RunComparison, rank_agreement
+from experiments.validation.recording import Recording
+from research_engine.simulation.profiled import Profile
+
+_SHOWN = ("throughput", *(f"{name}.{point}" for name in LATENCIES for point in ("p50", "p99")))
+_LABELS = {"ttft": "TTFT (s)", "tpot": "TPOT (s)", "e2e": "E2E (s)"}
+DISTURBED_ABOVE = 0.1
+
+
+def write_validation(recording: Recording, profile: Profile, found: Sequence[RunComparison], out: Path) -> list[str]:
+    """Write table.md, table.csv, table.tex, latency.png and latency.pdf; returns the table's lines for a terminal."""
+    lines = markdown(recording, profile, found)
+    write_text(out / "table.md", "\n".join(lines) + "\n")
+    write_text(out / "table.csv", to_csv(recording, found))
+    write_text(out / "table.tex", to_latex(recording, found))
+    plot(recording, found, out / "latency")
+    return lines
+
+
+def markdown(recording: Recording, profile: Profile, found: Sequence[RunComparison]) -> list[str]:
+    """The table and what has to be said with it."""
+    gpu = recording.machine.get("gpu", "a machine of an unknown name")
+    lines = [f"**{recording.model} on {gpu}: signed error of the simulation against the real run**", ""]
+    head = ["policy", "load", "throughput", *(f"{name.upper()} {point.upper()}" for name, point in _shown_latencies()),
+            "steps, mean abs.", "steps, total", "verdict"]  # fmt: skip
+    lines += ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 2) + "---|"]
+    for item in found:
+        cells = [item.run.scheduler, f"{item.run.load:.0%}", *(_percent(item.error(name)) for name in _SHOWN)]
+        cells += [f"{item.forced.mape:.1%}", _percent(item.forced.total), verdict(item)]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", *notes(recording, profile, found)]
+    return lines
+
+
+def notes(recording: Recording, profile: Profile, found: Sequence[RunComparison]) -> list[str]:
+    """Sentences below the table."""
+    requests = sorted({len(item.run.requests) for item in found})
+    held_out = profile.held_out
+    said = [
+        f"Capacity {recording.capacity:.3f} requests/s (all at once); {' or '.join(map(str, requests))} in each run.",
+        "Latency and throughput: free-running simulation. Steps: the real run's batches, priced by the profile.",
+    ]
+    if held_out:
+        said.append(f"The profile's own error on held-out steps: {held_out['mape']:.1%} mean absolute.")
+    said += [_ranks(ranks) for ranks in rank_agreement(found)]
+    if any((item.run.disturbed or 0.0) > DISTURBED_ABOVE for item in found):
+        said.append(
+            f"disturbed: other processes took more than {DISTURBED_ABOVE:.0%} of the cores during the real run."
+        )
+    return [f"{sentence}  " for sentence in said]
+
+
+def verdict(item: RunComparison) -> str:
+    """What speaks against the real run's numbers, or "ok"."""
+    from research_engine.metrics import queue_trend
+
+    trend, marks = queue_trend(item.run.requests), []
+    if trend.grows:
+        marks.append(f"unstable, {trend.growth:+.2f} requests/s")
+    if item.run.disturbed is not None and item.run.disturbed > DISTURBED_ABOVE:
+        marks.append(f"disturbed {item.run.disturbed:.0%}")
+    return ", ".join(marks) or "ok"
+
+
+def to_csv(recording: Recording, found: Sequence[RunComparison]) -> str:
+    """Tidy: a row a policy, load and metric."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["model", "gpu", "scheduler", "load", "rate", "metric", "real", "simulated", "error", "verdict"])
+    for item in found:
+        own = [
+            recording.model,
+            recording.machine.get("gpu", ""),
+            item.run.scheduler,
+            item.run.load,
+            f"{item.run.rate:.6g}",
+        ]
+        for metric in ("throughput", *(f"{name}.{point}" for name in LATENCIES for point in POINTS)):
+            values = item.real_metrics[metric], item.simulated_metrics[metric], item.error(metric)
+            writer.writerow([*own, metric, *(f"{value:.6g}" for value in values), verdict(item)])
+        forced = item.forced
+        for metric, value in (("step.mape", forced.mape), ("step.bias", forced.bias), ("step.total", forced.total)):
+            writer.writerow([*own, metric, "", "", f"{value:.6g}", verdict(item)])
+    return out.getvalue()
+
+
+def to_latex(recording: Recording, found: Sequence[RunComparison]) -> str:
+    """A booktabs table for \\input."""
+    head = [
+        "policy",
+        "load",
+        "thr.",
+        *(f"{name.upper()} {point.upper()}" for name, point in _shown_latencies()),
+        "steps",
+    ]
+    rows = [
+        [item.run.scheduler, f"{item.run.load:.0%}", *(_percent(item.error(name)) for name in _SHOWN),
+         f"{item.forced.mape:.1%}"]
+        for item in found
+    ]  # fmt: skip
+    caption = f"{recording.model} on {recording.machine.get('gpu', '')}: signed error of the simulation"
+    body = [" & ".join(map(_tex, row)) + " \\\\" for row in rows]
+    return "\n".join([
+        "% needs \\usepackage{booktabs}", "\\begin{table}", "  \\centering", f"  \\caption{{{_tex(caption)}}}",
+        f"  \\begin{{tabular}}{{ll{'r' * (len(head) - 2)}}}", "    \\toprule",
+        "    " + " & ".join(map(_tex, head)) + " \\\\", "    \\midrule", *(f"    {line}" for line in body),
+        "    \\bottomrule", "  \\end{tabular}", "\\end{table}", "",
+    ])  # fmt: skip
+
+
+def plot(recording: Recording, found: Sequence[RunComparison], path: Path) -> list[Path]:
+    """Cumulative distributions of TTFT, TPOT and E2E: a row a policy, a colour a load, real solid, simulated dashed.
+
+    Args:
+        path: without suffix.
+
+    Returns:
+        The files written, .png and .pdf.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    policies = list(dict.fromkeys(item.run.scheduler for item in found))
+    loads = sorted({item.run.load for item in found})
+    figure = Figure(figsize=(7.2, 0.8 + 1.9 * len(policies)), layout="constrained")
+    grid = figure.subplots(len(policies), len(LATENCIES), sharey=True, squeeze=False)
+    for axes, policy in zip(grid, policies, strict=True):
+        for axis, (name, metric) in zip(axes, LATENCIES.items(), strict=True):
+            for item in (item for item in found if item.run.scheduler == policy):
+                color = line_style(loads.index(item.run.load))[0]
+                for requests, style in ((item.run.requests, "-"), (item.simulated, (0, (3, 1.5)))):
+                    values = np.sort([x for x in map(metric, requests) if not math.isnan(x)])
+                    share = np.arange(1, len(values) + 1) / max(1, len(values))
+                    axis.plot(values, share, color=color, linestyle=style, linewidth=1.2, drawstyle="steps-post")
+            _scale(axis, [x for i in found for r in (*i.run.requests, *i.simulated) if (x := metric(r)) > 0])
+            axis.set(xlabel=_LABELS[name], ylim=(0, 1.02))
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.tick_params(labelsize=7)
+            axis.xaxis.label.set_size(8)
+        axes[0].set_ylabel(f"{policy}\nshare at or below", fontsize=8)
+    handles = [Line2D([], [], color=line_style(i)[0], label=f"{load:.0%} of capacity") for i, load in enumerate(loads)]
+    handles += [Line2D([], [], color="0.3", label="real"),
+                Line2D([], [], color="0.3", linestyle=(0, (3, 1.5)), label="simulated")]  # fmt: skip
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
+    figure.suptitle(f"{recording.model}  ·  {recording.machine.get('gpu', '')}", fontsize=8, x=0.01, ha="left")
+    files = [path.with_suffix(".png"), path.with_suffix(".pdf")]
+    for file in files:
+        metadata: dict[str, Any] = {"CreationDate": None} if file.suffix == ".pdf" else {}
+        write_with(file, partial(figure.savefig, dpi=150, metadata=metadata))
+    return files
+
+
+def _scale(axis: Any, values: Sequence[float]) -> None:
+    """Logarithmic where the values spread over more than a factor of 20."""
+    if values and max(values) > 20 * float(np.percentile(values, 2)):
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:g}")
+    else:
+        axis.set_xlim(left=0)
+
+
+def _shown_latencies() -> list[tuple[str, str]]:
+    return [(name, point) for name in LATENCIES for point in ("p50", "p99")]
+
+
+def _ranks(ranks: RankAgreement) -> str:
+    swapped = f"; not {', '.join(ranks.swapped)}" if ranks.swapped else ""
+    return (
+        f"At {ranks.load:.0%}, policies ranked alike in {ranks.alike} of {ranks.pairs} comparisons of two, and in "
+        f"{ranks.clear_alike} of the {ranks.clear_pairs} more than 2 % apart{swapped}."
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{share:+.1%}"
+
+
+def _tex(text: str) -> str:
+    return "".join(f"\\{c}" if c in "&%$#_{}" else c for c in text)

@@ -1,0 +1,275 @@
+"""`research-engine profile MODEL`: measures this machine for the simulator (docs/simulation.md)."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from research_engine.calibration.designs import PARTS, Design, Limits, basis_of, make_designs
+from research_engine.calibration.machine import machine_facts, waits_for
+from research_engine.calibration.measure import REPEATS, Bench, median_sample
+from research_engine.calibration.recorded import read_steps
+from research_engine.engine.contract import Scheduler
+from research_engine.engine.engine import Engine
+from research_engine.simulation.fit import (
+    MIN_STEPS,
+    Sample,
+    every_fifth,
+    fit_host,
+    fit_profile,
+    fit_samples,
+    recorded_samples,
+    refine,
+    sample_error,
+)  # fmt: skip
+from research_engine.simulation.profiled import Profile
+
+DESIGNED_SHARE, SERVED_SHARE = 0.7, 0.25  # of the time; the rest is for loading and fitting
+MIN_DESIGNS = 40
+CPU_CACHE_GIB = 1.0
+HOST_BLOCKS = 64
+Advance = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What to measure, on what.
+
+    Args:
+        model: as `research-engine` takes it everywhere.
+        out: the profile's file; profile-MODEL-GPU.json in the current directory when None.
+        minutes: at most, loading included; what is not measured by then is left out.
+        device: auto, cpu, cuda or cuda:N.
+        dtype: auto, float32, bfloat16 or float16.
+        load_format: dummy fills a model's shape with random weights, which take as long.
+        max_num_seqs: rows of a step at most.
+        max_num_batched_tokens: tokens of a step at most; the engine's default when None.
+        max_model_len: tokens of a request at most; the model's when None.
+        block_size: token slots per KV block.
+        kv_cache_memory: GiB; None takes what the engine takes on a GPU, and 1 on a CPU.
+        scheduler: the policy whose host time is in the profile.
+        from_run: no measurement: fit the steps recorded in this run directory (of experiments/run.py) instead.
+        base: with from_run: the profile to refine on those steps; without one they are all there is.
+        seed: of the order of the batches, lengths and token ids.
+    """
+
+    model: tyro.conf.Positional[str]
+    out: Path | None = None
+    minutes: float = 10.0
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    block_size: int = 16
+    kv_cache_memory: float | None = None
+    scheduler: str = "chunked_prefill"
+    from_run: Path | None = None
+    base: Path | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.minutes <= 60:
+            raise ValueError(f"minutes = {self.minutes!r}: must be > 0 and <= 60")
+        if self.base is not None and self.from_run is None:
+            raise ValueError(f"base = {self.base}: is refined on the steps of a run; give from_run, too")
+
+
+def main(options: Annotated[ProfileOptions, tyro.conf.arg(name="")]) -> int:
+    """Measure designed batches, block moves and ordinary serving on this machine; write a profile with its error.
+
+    Args:
+        options: what to measure, on what.
+    """
+    console = Console()
+    if options.from_run is not None:
+        profile = from_run(options)
+    else:
+        with _bar() as advance:
+            profile = measure(options, advance)
+    out = options.out or Path(_file_name(profile))
+    try:
+        profile.save(out)
+    except OSError as error:
+        raise ValueError(f"out = {out}: it cannot be written ({error.strerror})") from error
+    console.print(error_table(profile))
+    print(f"wrote {out}; simulate it with cost_model=profiled:{out}")
+    return 0
+
+
+def from_run(options: ProfileOptions) -> Profile:
+    """A profile from the recorded steps of a run directory, alone or on top of a measured one.
+
+    Raises:
+        ValueError: no steps there, too few, or a base of another model.
+    """
+    assert options.from_run is not None
+    steps = read_steps(options.from_run)
+    if options.base is None:
+        return fit_profile(steps, model=options.model, machine={"gpu": f"the machine of {options.from_run.name}"})
+    try:
+        base = Profile.load(options.base)
+    except OSError as error:
+        raise ValueError(f"base = {options.base}: {error.strerror}") from error
+    base.require(model=options.model)
+    return refine(base, recorded_samples(steps))
+
+
+def measure(options: ProfileOptions, advance: Advance, *, clock: Callable[[], float] = time.perf_counter) -> Profile:
+    """Measure and fit.
+
+    Args:
+        advance: is told the share of the time that is used, and what is going on.
+        clock: seconds, which the time that it may take is counted by.
+
+    Raises:
+        LoadError, OptionError, ValueError: model, device or an option cannot be had, or the time is too short.
+    """
+    import schedulers
+    from research_engine.llm import build_engine, load
+    from research_engine.options import EngineOptions, choose_device
+
+    begin, span = clock(), options.minutes * 60
+    scheduler = schedulers.create(options.scheduler)  # a wrong name is told before anything is loaded
+    device = choose_device(options.device)
+    memory = options.kv_cache_memory or (CPU_CACHE_GIB if device.type == "cpu" else None)
+    engine_options = EngineOptions(
+        options.model,
+        device=str(device),
+        dtype=options.dtype,
+        load_format=options.load_format,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        block_size=options.block_size,
+        kv_cache_memory=memory,
+        num_host_blocks=HOST_BLOCKS,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        seed=options.seed,
+    )
+    advance(0.0, f"loading {options.model}")
+    loaded = load(engine_options, progress=False)
+    engine = build_engine(engine_options, loaded)
+    bench = Bench(engine, waits_for(str(device)), always_warm=device.type == "cuda", seed=options.seed)
+
+    def elapsed() -> float:
+        return (clock() - begin) / span
+
+    try:
+        designs = make_designs(_limits(engine), steps=REPEATS + 4, seed=options.seed)
+        measured = _measure_designs(bench, designs, elapsed, advance)
+        moves = bench.moves()
+        served = _serve(bench, scheduler, elapsed, advance, options.seed)
+    finally:
+        engine.executor.shutdown()
+    if len(measured) < MIN_DESIGNS or len(served) < MIN_STEPS:
+        raise ValueError(
+            f"in {options.minutes:g} minutes {len(measured)} designed batches and {len(served)} steps of serving were "
+            f"measured; a profile needs {MIN_DESIGNS} and {MIN_STEPS}: give more minutes, or lower "
+            "max_num_batched_tokens or max_model_len"
+        )
+    advance(1.0, "fitting")
+    machine = machine_facts(str(device), str(loaded.model.dtype).removeprefix("torch."))
+    return fit(measured, moves, served, designs_made=len(designs), model=options.model, machine=machine)
+
+
+def fit(
+    measured: Mapping[Design, Sequence[Sample]],
+    moves: Sequence[Sample],
+    served: Sequence[Sample],
+    *,
+    designs_made: int,
+    model: str,
+    machine: Mapping[str, str],
+) -> Profile:
+    """From measurements to a profile with its errors: a fifth of each part's designs and of the steps is held out."""
+    training, held = [], {}
+    for part in PARTS:
+        rest, out = every_fifth([design for design in measured if design.part == part])
+        training += rest
+        held[part] = [median_sample(measured[design]) for design in out]
+    samples = [median_sample(measured[design]) for design in training]
+    basis = basis_of(training)
+    designed = fit_samples([*samples, *moves], basis, model=model, machine=machine)
+    parts = {part: sample_error(designed, out, host=False) for part, out in held.items() if out}
+    often, seldom = every_fifth(served)
+    origin = f"{len(measured)} of {designs_made} designed batches, {len(moves)} block moves"
+    profile = replace(designed, host=fit_host(often), origin=origin)
+    parts["served steps, from the designed ones alone"] = sample_error(profile, seldom)
+    return replace(refine(profile, served), parts=parts)
+
+
+def error_table(profile: Profile) -> Table:
+    """The errors on what was held out, part by part."""
+    title = f"{profile.model} on {profile.machine.get('gpu', '?')}: error on what was held out"
+    table = Table(title=title, title_justify="left")
+    table.add_column("part")
+    for name in ("held out", "mean absolute", "mean signed"):
+        table.add_column(name, justify="right")
+    for name, error in {**profile.parts, "served steps": profile.held_out}.items():
+        table.add_row(name, f"{error['steps']:.0f}", f"{error['mape']:.1%}", f"{error['bias']:+.1%}")
+    return table
+
+
+def _limits(engine: Engine) -> Limits:
+    config = engine.config
+    return Limits(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.num_blocks,
+                  config.block_size)  # fmt: skip
+
+
+def _measure_designs(
+    bench: Bench, designs: Sequence[Design], elapsed: Callable[[], float], advance: Advance
+) -> dict[Design, list[Sample]]:
+    """Passes over the designs until their share of the time is used up; the first pass may not end either."""
+    measured: dict[Design, list[Sample]] = {}
+    bench.designed(designs[0])  # whatever is slow the first time
+    for number in range(1, 4):
+        for design in designs:
+            if elapsed() > DESIGNED_SHARE:
+                return measured
+            advance(elapsed(), f"designed batches, pass {number} of 3")
+            measured.setdefault(design, []).extend(bench.designed(design))
+    return measured
+
+
+def _serve(
+    bench: Bench, scheduler: Scheduler, elapsed: Callable[[], float], advance: Advance, seed: int
+) -> list[Sample]:
+    """Steps of ordinary serving, for its share of the time."""
+    end = min(elapsed(), DESIGNED_SHARE) + SERVED_SHARE
+    steps = []
+    for step in bench.served(scheduler, seed=seed):
+        advance(elapsed(), "ordinary serving")
+        steps.append(step)
+        if elapsed() > end:
+            break
+    return steps
+
+
+@contextmanager
+def _bar() -> Iterator[Advance]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left at most"),
+               TimeRemainingColumn())  # fmt: skip
+    console = Console(file=sys.stderr)
+    # refreshed seldom, since it disturbs timings
+    with Progress(*columns, console=console, transient=True, refresh_per_second=2) as bar:
+        task = bar.add_task("starting", total=1.0)
+        yield lambda share, text: bar.update(task, completed=min(share, 1.0), description=text)
+
+
+def _file_name(profile: Profile) -> str:
+    words = f"{Path(profile.model).name}-{profile.machine.get('gpu', '')}"
+    return f"profile-{re.sub(r'[^A-Za-z0-9.]+', '-', words).strip('-').lower()}.json"

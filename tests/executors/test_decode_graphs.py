@@ -1,0 +1,26 @@
+"""The ladder of graph sizes, and the choice of one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from research_engine.executors.decode_graphs import DecodeGraphs, ladder
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 64, 100, 256, 1000, 1024])
+def test_a_ladder_reaches_its_end_and_pads_by_an_eighth_or_eight_rows_at_most(most):
+    sizes = ladder(most)
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
+    for rows in range(1, most + 1):
+        size = next(size for size in sizes if size >= rows)
+        assert size - rows < max(8, rows / 8), (rows, size)
+
+
+def test_without_a_gpu_every_size_is_run_as_it_is():
+    ran = []
+    graphs = DecodeGraphs(lambda size: ran.append(size) or torch.zeros(size), ladder(64), torch.device("cpu"))
+    assert graphs.padded(13) == 13
+    assert graphs.run(13).shape == (13,)
+    graphs.capture_all()
+    assert ran == [13]

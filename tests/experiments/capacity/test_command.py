@@ -1,0 +1,86 @@
+"""The whole command on a small model, and its refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from experiments.capacity.command import CapacityOptions, main, make_system, verdict
+from experiments.capacity.system import Layout, Load
+from research_engine.cli import main as cli
+from research_engine.metrics import QueueTrend
+
+SMALL = {"lengths": "{source: fixed, prompt: 200, output: 20}", "requests": 60, "seeds": 2, "max_num_seqs": 8}
+
+
+def options(**changes) -> CapacityOptions:
+    return CapacityOptions("dummy:llama3-8b", **{"ttft": 0.2, "tolerance": 0.1, **SMALL, **changes})
+
+
+def test_the_capacity_meets_the_limits_and_a_third_more_does_not(tmp_path, capsys):
+    own = options(out=tmp_path / "found.json")
+    assert main(own) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    rate = found["capacity"]["by_seed"]["0"]
+    system = make_system(own)
+    assert system.load(rate, 0).meets(0.9)
+    assert not system.load(1.34 * rate, 0).meets(0.9)
+    shown = capsys.readouterr().out
+    assert "for 90% of the requests with TTFT <= 0.2 s" in shown
+    assert "95 % interval over 2 seeds" in shown
+
+
+def test_far_beyond_capacity_the_queue_is_told_to_grow_by_what_is_not_served():
+    system = make_system(options(requests=400))
+    most = system.most(0)
+    load = system.load(2 * most, 0)
+    assert load.trend.growth == pytest.approx(most, rel=0.25)
+    assert verdict(load, 0.9).startswith("unstable: the queue grows by")
+
+
+def test_a_traffic_is_carried_by_that_many_gpus(capsys):
+    system = make_system(options())
+    traffic = 1.5 * system.most(0)
+    assert main(options(traffic=traffic, seeds=1, tensor_parallel_size=1)) == 0
+    assert "need 2 GPUs: 2 x 1" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_prefill_apart_from_decode_is_a_layout_like_any_other():
+    load = make_system(options(prefill=1, replicas=1)).load(2.0, 0)
+    assert load.attainment == 1.0
+    assert load.latencies["tpot"]["count"] == 60
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [({"ttft": None}, "no limit is given"), ({"attainment": 1.5}, "attainment = 1.5"), ({"seeds": 0}, "seeds = 0"),
+     ({"traffic": -1.0}, "traffic = -1.0"), ({"tolerance": 2.0}, "tolerance = 2.0"),
+     ({"ttft": -1.0}, "slo.ttft = -1.0")],
+)  # fmt: skip
+def test_wrong_numbers_are_refused(changes, rule):
+    with pytest.raises(ValueError, match=rule):
+        make_system(options(**changes))
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [(["--gpu", "h20"], "no GPU sheet 'h20'; there are h200"), (["--router", "random"], "no router 'random'"),
+     (["--lengths", "{source: fixd}"], "lengths"), (["--lengths", "{"], "lengths"),
+     (["--replicas", "0"], "replicas = 0"),
+     (["--cost-model", "profiled:none.json"], "none.json"), (["--scheduler", "fcsf"], "no scheduler 'fcsf'")],
+)  # fmt: skip
+def test_a_users_mistake_ends_with_code_2_and_the_valid_ones(words, rule, capsys):
+    assert cli(["capacity", "dummy:tiny", "--ttft", "1", *words]) == 2
+    assert rule in capsys.readouterr().err
+
+
+def test_a_load_is_good_only_if_its_queue_stands():
+    load = Load(1.0, 0.95, QueueTrend(False, 0.0), {}, 1.0, 0.5)
+    assert (load.meets(0.9), load.meets(0.99)) == (True, False)
+    assert not Load(1.0, 0.95, QueueTrend(True, 0.3), {}, 1.0, 0.5).meets(0.9)
+
+
+def test_kv_needs_a_link():
+    with pytest.raises(ValueError, match="give link_bandwidth"):
+        Layout(replicas=1, prefill=1)

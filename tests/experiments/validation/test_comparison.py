@@ -1,0 +1,107 @@
+"""A simulation with the very costs of the recorded engine has no error; a wrong one has the error it was given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from experiments.run import main as run_main
+from experiments.validation.comparison import LATENCIES, POINTS, compare, compare_run, rank_agreement
+from experiments.validation.recorded import available_recordings
+from experiments.validation.recording import Recording
+from experiments.validation.report import markdown, verdict
+from research_engine.simulation.curve import Curve
+from tests.experiments.validation.runs import PROFILE, recording
+
+EVERY = ["throughput", *(f"{name}.{point}" for name in LATENCIES for point in POINTS)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_with_the_true_costs_there_is_no_error(overlap):
+    own = recording(overlap=overlap)
+    for found in compare(own, PROFILE):
+        assert {metric: found.error(metric) for metric in EVERY} == pytest.approx(dict.fromkeys(EVERY, 0.0), abs=1e-9)
+        assert found.forced.mape == pytest.approx(0.0, abs=1e-9)
+
+
+def test_decisions_are_those_of_the_recorded_run():
+    own = recording()
+    for run in own.runs:
+        assert compare_run(own, run, PROFILE).num_steps == len(run.steps)
+
+
+def test_a_profile_that_is_ten_percent_slow_is_told_so_step_by_step():
+    slow = replace(
+        PROFILE, dense=Curve((x, 1.1 * y) for x, y in PROFILE.dense.points),
+        head=Curve((x, 1.1 * y) for x, y in PROFILE.head.points), host=(0.0011, 0.00011),
+        attention=replace(PROFILE.attention, per_token=1.1e-6, prefill={(1, 0): 1.1e-7}),
+    )  # fmt: skip
+    own = recording()
+    found = compare_run(own, own.runs[0], slow)
+    assert (found.forced.mape, found.forced.bias, found.forced.total) == pytest.approx((0.1, 0.1, 0.1))
+    assert found.error("tpot.p50") > 0.09
+    assert found.error("e2e.p99") > 0.09
+
+
+def test_ranks_are_counted_pair_by_pair():
+    own = recording()
+    agreement = rank_agreement(compare(own, PROFILE))
+    assert [ranks.load for ranks in agreement] == [0.5, 0.8, 0.95]
+    for ranks in agreement:
+        assert ranks.pairs == 3 * 2 * len(LATENCIES)
+        assert ranks.alike == ranks.pairs
+        assert ranks.swapped == ()
+
+
+def test_a_swapped_pair_is_named():
+    found = compare(recording(), PROFILE)
+    one, other = (item for item in found if item.run.load == 0.95 and item.run.scheduler in ("fcfs", "sjf"))
+    swapped = [replace(one, simulated_metrics=other.simulated_metrics),
+               replace(other, simulated_metrics=one.simulated_metrics)]  # fmt: skip
+    (ranks,) = rank_agreement(swapped)
+    assert ranks.clear_alike == 0
+    assert ranks.clear_pairs == len(ranks.swapped) > 0
+    assert "fcfs / sjf" in ranks.swapped[0]
+
+
+def test_the_table_has_a_row_a_run_and_says_what_speaks_against_it():
+    own = recording()
+    own.runs[0] = replace(own.runs[0], disturbed=0.4)
+    found = compare(own, PROFILE)
+    lines = markdown(own, PROFILE, found)
+    assert sum(line.startswith(("| fcfs", "| sjf", "| chunked")) for line in lines) == 9
+    assert verdict(found[0]) == "disturbed 40%"
+    assert any("more than 2 % apart" in line for line in lines)
+
+
+def test_the_table_is_made_from_a_recording_alone(tmp_path, capsys):
+    recording().save(tmp_path / "r")
+    PROFILE.save(tmp_path / "r" / "profile.json")
+    assert run_main(["sim_vs_real", f"recording={tmp_path / 'r'}", "--out", str(tmp_path / "out")]) == 0
+    made = {path.name for path in (tmp_path / "out" / "r").iterdir()}
+    assert made == {"table.md", "table.csv", "table.tex", "latency.png", "latency.pdf"}
+    assert "| fcfs | 50% | " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [(["recordings=x"], "unknown setting 'recordings'"), (["recording=nowhere"], "nowhere: no recording"),
+     (["profile=nowhere.json"], "nowhere.json")],
+)  # fmt: skip
+def test_a_users_mistake_ends_with_code_2(words, rule, tmp_path, capsys):
+    assert run_main(["sim_vs_real", *words, "--out", str(tmp_path)]) == 2
+    assert rule in capsys.readouterr().err
+
+
+def test_the_list_names_it(capsys):
+    assert run_main(["--list"]) == 0
+    assert "sim_vs_real" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("directory", available_recordings(), ids=lambda path: path.name)
+def test_a_shipped_recording_is_small_and_whole(directory):
+    assert sum(file.stat().st_size for file in directory.iterdir()) < 300_000
+    shipped = Recording.load(directory)
+    assert len({run.load for run in shipped.runs}) >= 3
+    assert all(run.steps and run.requests for run in shipped.runs)
