@@ -196,8 +196,7 @@ class Experiment(Settings):
     def _paper_of_these_factors(self) -> Experiment:
         if self.paper is None:
             return self
-        asks = SUSTAINED in {part.metric for part in (*self.paper.columns, *self.paper.claims)}
-        if asks and self.paper.sustained is None:
+        if SUSTAINED in self.paper.metrics and self.paper.sustained is None:
             raise ValueError("a column or claim asks for `sustained`, and paper.sustained does not say of what")
         if self.paper.sustained is not None and self.paper.sustained.over not in self.factors:
             over = self.paper.sustained.over

@@ -89,3 +89,8 @@ class Paper(Settings):
     claims: tuple[Claim, ...] = Field(min_length=1)
     sustained: Sustained | None = None
     differs: str
+
+    @property
+    def metrics(self) -> set[str]:
+        """All that columns and claims ask for."""
+        return {column.metric for column in self.columns} | {claim.metric for claim in self.claims}

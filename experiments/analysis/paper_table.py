@@ -86,7 +86,7 @@ def paper_table(run: RunFiles) -> PaperTable | None:
     if raw is None:
         return None
     paper = Paper.model_validate(raw)
-    figures = {name: _figures(run.cells, name, paper.sustained) for name in _metrics(paper)}
+    figures = {name: _figures(run.cells, name, paper.sustained) for name in paper.metrics}
     rows: dict[str, list[tuple[str, str]]] = {}
     for row in dict.fromkeys(row for column in paper.columns for row in figures[column.metric]):
         rows[row] = []
@@ -98,10 +98,6 @@ def paper_table(run: RunFiles) -> PaperTable | None:
     labels = [column.label or _label(column.metric, paper.sustained) for column in paper.columns]
     verdicts = [_verdict(claim, figures[claim.metric]) for claim in paper.claims]
     return PaperTable(run.title, paper.source, labels, rows, verdicts, paper.differs)
-
-
-def _metrics(paper: Paper) -> set[str]:
-    return {part.metric for part in (*paper.columns, *paper.claims)}
 
 
 def _verdict(claim: Claim, figures: Mapping[str, float]) -> Verdict:
