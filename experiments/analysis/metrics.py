@@ -139,8 +139,8 @@ METRICS: dict[str, Metric] = {
 USUAL = (
     "ttft_p50", "ttft_p90", "ttft_p99", "tpot_p50", "tpot_p90", "tpot_p99", "itl_p50", "itl_p90", "itl_p99",
     "e2e_p50", "e2e_p90", "e2e_p99", "urgent_ttft_p50", "urgent_ttft_p90", "output_throughput", "goodput",
-    "slo_attainment", "failed", "service_difference_max", "prefix_hit_rate", "preemptions", "kv_utilization",
-    "kv_occupancy", "offered_rate", "achieved_rate",
+    "slo_attainment", "failed", "service_difference_max", "prefix_hit_rate", "preemptions", "tokens_recomputed",
+    "kv_utilization", "kv_occupancy", "offered_rate", "achieved_rate",
 )  # fmt: skip
 USUAL_OF_KERNELS = (
     "kernel_time_p50", "kernel_time_p25", "kernel_time_p75", "kernel_bandwidth", "kernel_rate", "kernel_roofline",
