@@ -33,5 +33,4 @@ class ChunksOnly(PolicyScheduler):
             yield from decodes
 
     def on_step(self, record: StepRecord) -> None:
-        super().on_step(record)
         self._decodes_next = any(count > 1 for count in record.num_tokens)
