@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from research_engine.engine.config import EngineConfig
-from research_engine.engine.contract import Clock
+from research_engine.engine.contract import Clock, Scheduler
 from research_engine.engine.engine import Engine
 from research_engine.engine.errors import PolicyError
 from research_engine.engine.records import Records
@@ -44,6 +44,7 @@ def task_of(options: EngineOptions, config: ModelConfig) -> str:
 def build_embedding_engine(
     options: EngineOptions,
     loaded: LoadedModel,
+    scheduler: Scheduler,
     *,
     token_budget: int,
     clock: Clock | None = None,
@@ -58,11 +59,11 @@ def build_embedding_engine(
         clock, records: as `Engine` takes them.
 
     Raises:
-        OptionError, LoadError, ValueError: an option, the model's pooling or the scheduler's name or parameters.
+        LoadError: the model's pooling or heads.
     """
-    import schedulers
     from research_engine.executors.embedding import EmbeddingExecutor
     from research_engine.loading.pooling import load_pooling
+    from research_engine.loading.token_heads import load_token_heads
 
     pooling = load_pooling(loaded.source, loaded.config)
     if options.pooling != "auto":
@@ -84,8 +85,9 @@ def build_embedding_engine(
         check_integrity=options.check_integrity,
         overlap=on_gpu if options.overlap is None else options.overlap,
     )
-    scheduler = schedulers.create(options.scheduler, **options.scheduler_params)
-    return Engine(config, scheduler, EmbeddingExecutor(loaded.model, pooling), clock=clock, records=records)
+    model = loaded.model
+    heads = load_token_heads(loaded.source, loaded.config.hidden_size, dtype=model.dtype, device=model.device)
+    return Engine(config, scheduler, EmbeddingExecutor(model, pooling, heads), clock=clock, records=records)
 
 
 class Embedder:
@@ -106,16 +108,27 @@ class Embedder:
         return self._executor.pooling
 
     def embed(
-        self, prompts: Sequence[Sequence[int]], *, after_step: Callable[[int], None] = lambda ended: None
+        self,
+        prompts: Sequence[Sequence[int]],
+        extras: Collection[str] = (),
+        *,
+        after_step: Callable[[int], None] = lambda ended: None,
     ) -> list[Vectors]:
         """The vectors of every prompt, in their order.
 
         Args:
+            extras: which of executors.embedding.EXTRAS to make beside the dense vectors.
             after_step: called with the number of texts that a step ended; what it raises ends the call.
 
         Raises:
-            ValueError: a prompt that can never be served; raised before anything runs.
+            ValueError: a prompt that can never be served, or extras that the model has no heads for; raised before
+                anything runs.
         """
+        if extras and self._executor.heads is None:
+            raise ValueError(
+                "sparse and multi_vector need a model with sparse_linear.pt and colbert_linear.pt beside its weights, "
+                "such as BGE-M3; this one has none"
+            )
         for index, prompt in enumerate(prompts):
             if len(prompt) > self.max_tokens:
                 raise ValueError(
@@ -127,7 +140,7 @@ class Embedder:
         left = set(names)
         try:
             for name, prompt in zip(names, prompts, strict=True):
-                self._executor.expect(name)
+                self._executor.expect(name, extras)
                 self._engine.add_request(name, prompt, _ONE_STEP)
             while left:
                 ended = {output.request.id for output in self._engine.step()} & left

@@ -29,10 +29,10 @@ from research_engine.engine.sampling_params import SamplingParams
 from research_engine.options import EngineOptions, OptionError, choose_device, choose_dtype, choose_kv_cache_dtype
 from research_engine.outputs import (
     CompletionOutput,
-    EmbeddingOutput,
     EmbeddingRequestOutput,
     Logprob,
     RequestOutput,
+    embedding_output,
     merged_record,
 )
 from research_engine.structured_outputs import GrammarCompiler
@@ -127,7 +127,7 @@ def build_engine(
         loaded = load(options)
     if task_of(options, loaded.config) == "embed":
         budget = _token_budget(options, loaded.model.device)
-        return build_embedding_engine(options, loaded, token_budget=budget, clock=clock, records=records)
+        return build_embedding_engine(options, loaded, scheduler, token_budget=budget, clock=clock, records=records)
     model, tokenizer = loaded.model, loaded.tokenizer
     plan = _measure_memory(options, loaded)
     room = None if plan is None else plan.room
@@ -346,12 +346,19 @@ class LLM:
         return self._run(prompts, self._params_for(many, sampling_params), use_tqdm)
 
     def embed(
-        self, texts: Prompt | Sequence[Prompt], *, truncate: bool = False, use_tqdm: bool = True
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        sparse: bool = False,
+        multi_vector: bool = False,
+        truncate: bool = False,
+        use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
         """Turn texts into vectors, with the model's own pooling.
 
         Args:
             texts: one or many, in any of the forms that `generate` takes.
+            sparse, multi_vector: make lexical weights, and vectors of the tokens, too, of a model with heads for it.
             truncate: cut texts that are longer than the model takes instead of raising.
             use_tqdm: show a progress bar on standard error.
 
@@ -359,7 +366,8 @@ class LLM:
             One output a text, in the order of the texts.
 
         Raises:
-            ValueError: the model does not embed, or a text is empty or too long; raised before anything runs.
+            ValueError: the model does not embed or has no such heads, or a text is empty or too long; raised before
+                anything runs.
             KeyboardInterrupt: as `generate`.
         """
         if self._embedder is None:
@@ -375,9 +383,10 @@ class LLM:
                 advance(ended, 0)
                 check_interrupt()
 
-            made = self._embedder.embed([ids for _, ids in resolved], after_step=after_step)
+            extras = [name for name, wanted in (("lexical", sparse), ("multi", multi_vector)) if wanted]
+            made = self._embedder.embed([ids for _, ids in resolved], extras, after_step=after_step)
         return [
-            EmbeddingRequestOutput(text, ids, EmbeddingOutput(vectors.dense))
+            EmbeddingRequestOutput(text, ids, embedding_output(ids, vectors))
             for (text, ids), vectors in zip(resolved, made, strict=True)
         ]
 

@@ -184,3 +184,65 @@ def test_all_minilm_l6_v2_is_transformers_on_real_texts() -> None:
         expected = F.normalize(hidden_states(reference, ids).mean(0), dim=0)
         assert float(expected @ torch.from_numpy(output.outputs.vector)) > 0.9999
         torch.testing.assert_close(torch.from_numpy(output.outputs.vector), expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def m3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, dict[str, dict[str, torch.Tensor]]]:
+    """A small BGE-M3: XLM-RoBERTa of 8,192 tokens with both heads; its directory, the reference and the heads."""
+    directory = tmp_path_factory.mktemp("m3")
+    reference = make_encoder("xlm-roberta", max_position_embeddings=8194, num_hidden_layers=1)
+    reference.save_pretrained(directory)
+    write_pooling(directory, "pooling_mode_cls_token")
+    heads = {
+        "sparse": {"weight": torch.randn(1, 64), "bias": torch.randn(1) * 0.1},
+        "colbert": {"weight": torch.randn(48, 64), "bias": torch.randn(48)},
+    }
+    for name, state in heads.items():
+        torch.save(state, directory / f"{name}_linear.pt")
+    return directory, reference, heads
+
+
+def test_the_three_outputs_of_bge_m3_follow_its_formulas(m3: Any) -> None:
+    directory, reference, heads = m3
+    texts = [[0, 9, 10, 9, 3, 2], [0, *prompts([40])[0], 2]]
+    for ids, made in zip(texts, LLM(str(directory), **TINY).embed(texts, sparse=True, multi_vector=True), strict=True):
+        hidden = hidden_states(reference, ids)
+        weights = F.linear(hidden, **heads["sparse"]).relu().flatten().tolist()
+        expected = {
+            token: max(weight for other, weight in zip(ids, weights, strict=True) if other == token)
+            for token in set(ids) - {0, 1, 2, 3}
+        }
+        got = made.outputs.lexical_weights
+        assert got == pytest.approx({token: weight for token, weight in expected.items() if weight > 0}, rel=1e-4)
+        vectors = F.normalize(F.linear(hidden[1:], **heads["colbert"]), dim=-1)
+        torch.testing.assert_close(torch.from_numpy(made.outputs.token_vectors), vectors, **NOISE)
+        torch.testing.assert_close(torch.from_numpy(made.outputs.vector), F.normalize(hidden[0], dim=0), **NOISE)
+
+
+def test_a_text_of_8192_tokens_is_transformers(m3: Any) -> None:
+    """Longer than the budget of a step, which it is served in all the same."""
+    directory, reference, _ = m3
+    reference.set_attn_implementation("sdpa")
+    ids = [0, *prompts([8190])[0], 2]
+    made = vectors(LLM(str(directory), max_num_batched_tokens=512, **TINY), [[0, 7, 2], ids])
+    torch.testing.assert_close(made[1], F.normalize(hidden_states(reference, ids)[0], dim=0), **NOISE)
+
+
+def test_heads_that_are_not_there_are_named(m3: Any, bert: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"sparse and multi_vector need a model with sparse_linear\.pt"):
+        LLM(str(bert), **TINY).embed([[5]], sparse=True, use_tqdm=False)
+    make_encoder("xlm-roberta").save_pretrained(tmp_path)
+    torch.save({"weight": torch.zeros(1, 64), "bias": torch.zeros(1)}, tmp_path / "sparse_linear.pt")
+    with pytest.raises(LoadError, match=r"colbert_linear\.pt: missing"):
+        LLM(str(tmp_path), **TINY)
+    torch.save({"weight": torch.zeros(9, 63), "bias": torch.zeros(9)}, tmp_path / "colbert_linear.pt")
+    with pytest.raises(LoadError, match=r"shapes \[9, 63\] and \[9\]; they must be \[9, 64\] and \[9\]"):
+        LLM(str(tmp_path), **TINY)
+
+
+def test_a_decoder_that_looks_both_ways_is_refused(tmp_path: Path) -> None:
+    make_model(FAMILIES["qwen2"]).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "is_causal": False}))
+    with pytest.raises(LoadError, match="is_causal must be one of True"):
+        LLM(str(tmp_path), task="embed", **TINY)

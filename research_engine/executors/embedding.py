@@ -12,7 +12,7 @@ The engine's books see a text as one block; nothing stands behind that block.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,10 +22,13 @@ from numpy.typing import NDArray
 from research_engine.engine.contract import Batch, Pending, Request, StepResult
 from research_engine.executors.torch_executor import Decoder
 from research_engine.layers.pooling import normalized, pool
+from research_engine.layers.token_heads import TokenHeads
 from research_engine.models.attention_metadata import AttentionMetadata
 from research_engine.models.pooling import Pooling
 
 BLOCK_SIZE = 16
+EXTRAS = ("lexical", "multi")
+"""What a text may want beside its dense vector."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,13 @@ class Vectors:
 
     Attributes:
         dense: float32 [H].
+        lexical: float32 [T], a weight for every token; multi: float32 [T, M], a vector for every token. None where they
+            were not asked for.
     """
 
     dense: NDArray[np.float32]
+    lexical: NDArray[np.float32] | None = None
+    multi: NDArray[np.float32] | None = None
 
 
 class EmbeddingExecutor:
@@ -45,22 +52,28 @@ class EmbeddingExecutor:
     Args:
         model: with its weights loaded.
         pooling: from hidden states to vectors.
+        heads: what makes token weights and token vectors, of a model that has it.
     """
 
-    def __init__(self, model: Decoder, pooling: Pooling) -> None:
-        self.pooling, self.device = pooling, model.device
+    def __init__(self, model: Decoder, pooling: Pooling, heads: TokenHeads | None = None) -> None:
+        self.pooling, self.heads, self.device = pooling, heads, model.device
         self._model: Decoder | None = model
         self._cache = torch.empty(0, dtype=model.dtype, device=model.device)
-        self._wanted: set[str] = set()
+        self._wanted: dict[str, Collection[str]] = {}
         self._done: dict[str, Vectors] = {}
 
-    def expect(self, request_id: str) -> None:
-        """Keep what becomes of a request until `take` is called for it."""
-        self._wanted.add(request_id)
+    def expect(self, request_id: str, extras: Collection[str] = ()) -> None:
+        """Keep what becomes of a request until `take` is called for it.
+
+        Args:
+            extras: which of EXTRAS it wants beside its dense vector.
+        """
+        assert not extras or self.heads is not None
+        self._wanted[request_id] = extras
 
     def take(self, request_id: str) -> Vectors | None:
         """The vectors of a text, once; None where there are none. From here on they are not kept."""
-        self._wanted.discard(request_id)
+        self._wanted.pop(request_id, None)
         return self._done.pop(request_id, None)
 
     @torch.inference_mode()
@@ -77,14 +90,23 @@ class EmbeddingExecutor:
         if not texts:
             return result
         token_ids, positions, starts, attention = self._laid_out(self._model, texts)
-        vectors = pool(self._model.forward(token_ids, positions, attention), starts, self.pooling.kind)
+        hidden_TH = self._model.forward(token_ids, positions, attention)
+        dense = pool(hidden_TH, starts, self.pooling.kind)
         if self.pooling.normalize:
-            vectors = normalized(vectors)
-        return _Step(self, result, [text.id for text in texts], vectors)
+            dense = normalized(dense)
+        asked = {extra for text in texts for extra in self._wanted.get(text.id, ())}
+        made: dict[str, torch.Tensor] = {}
+        if self.heads is not None and "lexical" in asked:
+            made["lexical"] = self.heads.lexical(hidden_TH)
+        if self.heads is not None and "multi" in asked:
+            made["multi"] = self.heads.multi_vector(hidden_TH)
+        return _Step(self, result, [(text.id, text.num_prompt_tokens) for text in texts], dense, made)
 
-    def keep(self, vectors: Mapping[str, Vectors]) -> None:
-        """Mutates: texts that are done and expected wait for `take`."""
-        self._done |= {name: value for name, value in vectors.items() if name in self._wanted}
+    def keep(self, request_id: str, dense: NDArray[np.float32], extras: Mapping[str, NDArray[np.float32]]) -> None:
+        """Mutates: a text that is done and expected waits for `take`."""
+        if request_id in self._wanted:  # copies, so that one text doesn't hold a whole step's memory
+            wanted = {name: extras[name].copy() for name in self._wanted[request_id]}
+            self._done[request_id] = Vectors(dense.copy(), **wanted)
 
     def shutdown(self) -> None:
         """Give the model back; further calls of execute raise RuntimeError."""
@@ -134,11 +156,20 @@ class _Step:
     """A launched step whose vectors are on their way."""
 
     def __init__(
-        self, executor: EmbeddingExecutor, result: StepResult, names: Sequence[str], vectors: torch.Tensor
+        self,
+        executor: EmbeddingExecutor,
+        result: StepResult,
+        texts: Sequence[tuple[str, int]],
+        dense: torch.Tensor,
+        extras: Mapping[str, torch.Tensor],
     ) -> None:
-        self._executor, self._result, self._names, self._vectors = executor, result, names, vectors
+        self._executor, self._result, self._texts, self._dense, self._extras = executor, result, texts, dense, extras
 
     def wait(self) -> StepResult:
-        rows = self._vectors.cpu().numpy()
-        self._executor.keep({name: Vectors(row) for name, row in zip(self._names, rows, strict=True)})
+        """The tokens, which mean nothing; hands the vectors to the executor."""
+        dense, extras = self._dense.cpu().numpy(), {name: rows.cpu().numpy() for name, rows in self._extras.items()}
+        start = 0
+        for (name, length), vector in zip(self._texts, dense, strict=True):
+            self._executor.keep(name, vector, {kind: rows[start : start + length] for kind, rows in extras.items()})
+            start += length
         return self._result

@@ -78,6 +78,7 @@ def _llama(config: Mapping[str, Any], *, theta: float = 10000.0) -> dict[str, An
     """Keys that Llama and all that came after it share."""
     if (config.get("pretraining_tp") or 1) != 1:
         raise ConfigError(f"pretraining_tp must be 1, got {config['pretraining_tp']}")
+    refuse_others(config, "is_causal", (True, None), True)  # false in embedders that were made of a decoder
     hidden_size, num_heads = need(config, "hidden_size", int), need(config, "num_attention_heads", int)
     head_dim = config.get("head_dim")
     if head_dim is None:

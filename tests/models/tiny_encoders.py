@@ -23,11 +23,11 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 """By a name for people: transformers' prefix of the classes, and what differs from the rest."""
 
 
-def make_encoder(name: str, *, kind: str = "Model") -> Any:
+def make_encoder(name: str, *, kind: str = "Model", **further: Any) -> Any:
     """A model in float32 whose norms and biases are random too, so that leaving one out shows."""
     prefix, changes = ENCODERS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{prefix}Config")(**_COMMON | changes)
+    config = getattr(transformers, f"{prefix}Config")(**_COMMON | changes | further)
     model = getattr(transformers, f"{prefix}{kind}")._from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
