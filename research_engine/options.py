@@ -61,7 +61,8 @@ class EngineOptions:
         swap_space: GiB of host memory for preemption by swap; 0 turns swapping off.
         num_host_blocks: KV blocks in host memory; None derives them from swap_space.
         max_num_queued: requests that may wait; one more is refused. 0 sets no bound.
-        reservation: blocks a request holds: "paged" (as tokens come), "reserve_max", "reserve_pow2", "reserve_oracle".
+        reservation: blocks a request holds: "paged" (as tokens come), "reserve_max", "reserve_pow2", "reserve_oracle",
+            or in a buddy allocator's chunks "buddy_pow2", "buddy_oracle".
         on_fault: what follows when the policy is at fault: "stop" with its error, or "go_on" without it for the step.
         schedule_limit: real seconds that one decision of the policy may take; more is a fault.
         enable_prefix_caching: keep the blocks of ended requests and reuse them for equal prefixes.

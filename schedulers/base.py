@@ -101,11 +101,18 @@ class PolicyScheduler(Scheduler):
 
     def newcomers(self, view: EngineView) -> Iterable[Request]:
         """Waiting requests by arrival as long as one can be admitted: for use in `order`, so that it ends in time."""
-        if view.num_running < view.max_num_seqs:
-            for request in view.waiting_in_turn():
-                if self.admission_closed:
+        seats = view.max_num_seqs - view.num_running
+        if seats <= 0:
+            return
+        for request in view.waiting_in_turn():
+            if self.admission_closed:
+                return
+            yield request
+            if request.id in self.planned:
+                seats -= 1
+                if seats == 0:
+                    self.rest = "waits: no seat is free"
                     return
-                yield request
 
     def quota(self, request: Request, view: EngineView, budget: int) -> int:
         """How many tokens it gets at most, of the `budget` left in this step; 0 skips it. Default: all that is left."""

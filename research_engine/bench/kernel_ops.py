@@ -106,6 +106,13 @@ def attention_work(sizes: Sizes, element_size: int, path: str) -> Work:
     return Work(elements * element_size, 4 * batch * sizes["Hq"] * sizes["D"] * visible, "read")
 
 
+def float8_attention_work(sizes: Sizes, element_size: int, path: str) -> Work:
+    """The same with K and V of one byte an element."""
+    whole = attention_work(sizes, element_size, path)
+    spared = 2 * sizes["B"] * sizes["L"] * sizes["Hkv"] * sizes["D"] * (element_size - 1)
+    return Work(whole.bytes - spared, whole.operations, whole.bandwidth)
+
+
 def _blocks_bytes(sizes: Sizes, element_size: int) -> int:
     return 2 * sizes["P"] * sizes["layers"] * sizes["Hkv"] * sizes["block"] * sizes["D"] * element_size
 
@@ -166,6 +173,15 @@ OPS: dict[str, Op] = {
         CPU_PATHS,
         has_product=True,
     ),
+    "decode_float8": Op(
+        "BxL:Hq/Hkv/D:block",
+        ("1x32768:32/8/128:16", "8x32768:32/8/128:16", "32x8192:32/8/128:16", "64x32768:32/8/128:16"),
+        ("1x512:32/8/128:16",),
+        float8_attention_work,
+        problems.make_float8_attention,
+        tuple(PATHS),
+        CPU_PATHS,
+    ),
     "prefill": Op(
         "BxqxL:Hq/Hkv/D:block",
         _PREFILL_SHAPES,
@@ -215,6 +231,13 @@ OPS: dict[str, Op] = {
         ("512:8/128:16",),
         lambda s, e, path: Work(4 * s["T"] * s["Hkv"] * s["D"] * e, 0, "copy"),
         problems.make_reshape_and_cache,
+    ),
+    "gather_cache": Op(
+        "BxL:Hkv/D:block",
+        ("8x8192:8/128:16", "64x4096:8/128:16"),
+        ("4x512:8/128:16",),
+        lambda s, e, path: Work(4 * s["B"] * s["L"] * s["Hkv"] * s["D"] * e, 0, "copy"),
+        problems.make_gather_cache,
     ),
     "copy_blocks": Op(
         "Pxlayers:Hkv/D:block",

@@ -74,8 +74,8 @@ def sample(count: int, limit: int, setting: Setting) -> torch.Tensor:
     return torch.cat((between, torch.tensor([0, count - 1], device=setting.device))).sort().values
 
 
-def make_attention(sizes: Sizes, setting: Setting) -> Problem:
-    """Requests of one length over a cache whose blocks lie in random order."""
+def make_attention(sizes: Sizes, setting: Setting, cache_dtype: torch.dtype | None = None) -> Problem:
+    """Requests of one length over a cache, of float8 or int8 if asked, whose blocks lie in random order."""
     batch, queries, keys, head_size = sizes["B"], sizes.get("q", 1), sizes["L"], sizes["D"]
     device, random = setting.device, setting.generator()
     per_request = -(-keys // sizes["block"])
@@ -87,8 +87,8 @@ def make_attention(sizes: Sizes, setting: Setting) -> Problem:
     blocks = torch.randperm(cache_shape[0], dtype=torch.int32, device=device, generator=random)
     inputs = AttentionInputs(
         query=normal(batch * queries, sizes["Hq"], head_size),
-        key_cache=normal(*cache_shape),
-        value_cache=normal(*cache_shape),
+        key_cache=normal(*cache_shape).to(cache_dtype or setting.dtype),
+        value_cache=normal(*cache_shape).to(cache_dtype or setting.dtype),
         block_tables=blocks.view(batch, per_request),
         query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=device) * queries,
         seq_lens=torch.full((batch,), keys, dtype=torch.int32, device=device),
@@ -134,12 +134,19 @@ def make_attention(sizes: Sizes, setting: Setting) -> Problem:
         reset=lambda: _poison(out),
         error=lambda results: relative_error(results[0].reshape(out.shape)[rows], expected),
         tolerance=TOLERANCES[setting.dtype],
-        peers={
+        peers={}
+        if cache_dtype is not None
+        else {
             "torch": lambda: kernel_peers.sdpa(inputs),
             "FlashInfer": lambda: kernel_peers.flashinfer(inputs),
             "FlashAttention-3": lambda: kernel_peers.flash_attention_3(inputs),
         },
     )
+
+
+def make_float8_attention(sizes: Sizes, setting: Setting) -> Problem:
+    """The same over a cache of float8_e4m3fn, scales of one."""
+    return make_attention(sizes, setting, torch.float8_e4m3fn)
 
 
 def _oracle_rows(inputs: AttentionInputs, rows: torch.Tensor) -> torch.Tensor:
@@ -309,6 +316,39 @@ def make_reshape_and_cache(sizes: Sizes, setting: Setting) -> Problem:
         run,
         reset=lambda: _poison(key_cache, value_cache),
         error=error,
+        tolerance=0.0,
+        peers={"torch": lambda: by_torch},
+    )
+
+
+def make_gather_cache(sizes: Sizes, setting: Setting) -> Problem:
+    """B requests of L tokens each out of blocks in random order."""
+    batch, length, block_size = sizes["B"], sizes["L"], sizes["block"]
+    per_request = -(-length // block_size)
+    shape = (batch * per_request, sizes["Hkv"], block_size, sizes["D"])
+    key_cache, value_cache = _normals(setting, shape, shape)
+    order = torch.randperm(shape[0], dtype=torch.int32, device=setting.device, generator=setting.generator())
+    tables = order.view(batch, per_request)
+    start_loc = torch.arange(batch + 1, dtype=torch.int32, device=setting.device) * length
+    key = torch.empty(batch * length, sizes["Hkv"], sizes["D"], dtype=setting.dtype, device=setting.device)
+    value, rows = torch.empty_like(key), sample(batch * length, SAMPLED_ROWS, setting)
+    blocks, offsets = tables[rows // length, rows % length // block_size].long(), rows % length % block_size
+    expected = key_cache[blocks, :, offsets], value_cache[blocks, :, offsets]
+
+    def run() -> Results:
+        kernels.gather_cache(key_cache, value_cache, tables, start_loc, key, value)
+        return key, value
+
+    def by_torch() -> Results:
+        gathered = (cache[tables.long()].transpose(2, 3) for cache in (key_cache, value_cache))
+        return tuple(whole.flatten(1, 2)[:, :length].flatten(0, 1) for whole in gathered)
+
+    return Problem(
+        run,
+        reset=lambda: _poison(key, value),
+        error=lambda results: max(
+            relative_error(result[rows], wanted) for result, wanted in zip(results, expected, strict=True)
+        ),
         tolerance=0.0,
         peers={"torch": lambda: by_torch},
     )

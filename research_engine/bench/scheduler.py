@@ -159,7 +159,7 @@ class _Crowd:
         assert len(running) == seats and all(request.is_decoding for request in running), f"{scheduler}: {len(running)}"
 
     def add(self) -> None:
-        """One more request; the first ones end one after the other, all others after as many steps as there are seats."""
+        """One more request; the first ones end one after the other, all others after as many steps as seats."""
         index, seats = self._added, self.options.running
         self._added += 1
         output = self._longest - self.options.prompt_tokens
@@ -248,7 +248,7 @@ def compare(options: SchedulerBenchOptions, policies: Sequence[str]) -> dict[str
 
 
 def main(options: Annotated[SchedulerBenchOptions, tyro.conf.arg(name="")]) -> int:
-    """Cost of a scheduling decision with a long queue for each policy; with --vllm-python, steps a second against vLLM."""
+    """Cost of a decision with a long queue for each policy; with --vllm-python, steps a second against vLLM's."""
     console = Console(highlight=False)
     names = options.schedulers or tuple(schedulers.available())
     title = (

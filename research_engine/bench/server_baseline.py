@@ -16,8 +16,9 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
-from research_engine.engine.engine import Engine, TokenOutput
+from research_engine.engine.engine import Engine
 from research_engine.engine.sampling_params import SamplingParams
+from research_engine.engine.token_output import TokenOutput
 from research_engine.loading.tokenizer import byte_tokenizer
 
 

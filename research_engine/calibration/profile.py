@@ -163,7 +163,7 @@ def measure(options: ProfileOptions, advance: Advance, *, clock: Callable[[], fl
     advance(0.0, f"loading {options.model}")
     loaded = load(engine_options, progress=False)
     engine = build_engine(engine_options, loaded)
-    bench = Bench(engine, waits_for(str(device)), seed=options.seed)
+    bench = Bench(engine, waits_for(str(device)), always_warm=device.type == "cuda", seed=options.seed)
 
     def elapsed() -> float:
         return (clock() - begin) / span

@@ -19,7 +19,6 @@ from .clock import MonotonicClock
 from .config import EngineConfig
 from .contract import Batch, Clock, EngineView, Executor, Pending, SchedulePlan, Scheduler, StepResult
 from .decision_log import DecisionLog
-from .errors import PlanError
 from .guards import GuardedPolicy, ProgressGuard
 from .kv_cache import KVCache
 from .queues import RequestQueues
@@ -30,8 +29,7 @@ from .request_rules import check_request
 from .sampling_params import SamplingParams
 from .structured import TokenConstraint
 from .text import DecodeStream
-from .token_output import TokenOutput as TokenOutput
-from .token_output import take_token
+from .token_output import TokenOutput, take_prompt_logprobs, take_token
 
 Answer = TypeVar("Answer")
 
@@ -110,14 +108,11 @@ class Engine:
         predicted_tokens: int | None = None,
         computed_tokens: int = 0,
     ) -> list[Request]:
-        """Queue a prompt; with n > 1 it becomes n requests `id/0`, `id/1` ... that share the prompt's blocks.
+        """Queue a prompt; returns its continuations: n > 1 are requests `id/0`, `id/1` ... that share its blocks.
 
         Args:
             arrival_time: scheduled arrival in clock seconds; now when None.
             computed_tokens: leading tokens of the prompt whose KV was computed elsewhere and comes with the request.
-
-        Returns:
-            The continuations, n of them.
 
         Raises:
             RequestError: it could never be served; says which value breaks which limit. Nothing was queued.
@@ -185,23 +180,11 @@ class Engine:
 
     def commit(self, plan: SchedulePlan, view: EngineView) -> Batch:
         """Carry the plan out on the books, or raise PlanError and change nothing."""
-        try:
-            batch = self.kv_cache.commit(plan, self.queues.live, view.step)
-        except PlanError as error:
-            plan = self._policy.instead(error, view)
-            batch = self.kv_cache.commit(plan, self.queues.live, view.step)
+        plan, batch = self._policy.committed(plan, view, self.kv_cache, self.queues.live)
         if self.decisions is not None:
             self.decisions.add(view.step, view.now, plan)
-        for gone in batch.preempted:
-            self.queues.preempt(gone.request_id)
-        for request in batch.admitted:
-            self.queues.admit(request)
-            request._admitted_time = view.now
-            if request._first_scheduled_time is None:
-                request._first_scheduled_time = view.now
-        batch.started = view.now
-        batch.committed = self.clock.now()
-        batch.wake_at = plan.wake_at
+        self.queues.carry_out(batch, view.now)
+        batch.started, batch.committed, batch.wake_at = view.now, self.clock.now(), plan.wake_at
         return batch
 
     def execute(self, batch: Batch) -> Pending:
@@ -264,8 +247,7 @@ class Engine:
             if request._finish_time is not None:  # ended since it was handed over
                 continue
             if result.prompt_logprobs and index in result.prompt_logprobs:
-                known = max(0, len(request._prompt_logprobs) - start)  # from before a preemption
-                request._prompt_logprobs.extend(result.prompt_logprobs[index][known:])
+                take_prompt_logprobs(request, start, result.prompt_logprobs[index])
             if draws:
                 text, reason = take_token(request, token_id, now)
                 if reason is not None:
@@ -281,10 +263,7 @@ class Engine:
             return []
         (batch, pending, record), self._in_flight = self._in_flight, None
         outputs = self._emit(batch, pending)
-        if len(outputs) < sum(record.drew):  # some had ended before, which was not known when it was handed over
-            out = {output.request.id for output in outputs}
-            record.drew = [name in out for name in record.request_ids]
-        record.executed, record.finished = batch.executed, self.clock.now()
+        record.complete(batch.executed, self.clock.now(), {output.request.id for output in outputs})
         self.records.add_step(record)
         return outputs
 

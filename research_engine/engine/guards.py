@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .clock import Stopwatch
 from .config import EngineConfig
 from .contract import Batch, Clock, EngineView, Request, SchedulePlan, Scheduler
-from .errors import PolicyError, PolicyFault, StalledError
+from .errors import PlanError, PolicyError, PolicyFault, StalledError
 from .fallback import plan_by_arrival
 from .kv_cache import KVCache
 from .queues import RequestQueues
@@ -54,8 +55,8 @@ class GuardedPolicy:
         """Ask for a plan.
 
         Raises:
-            PolicyError: it raised, took longer than schedule_limit, or returned no SchedulePlan; with on_fault = "go_on"
-                the step is planned by arrival instead.
+            PolicyError: it raised, took longer than schedule_limit, or returned no SchedulePlan; with "go_on" the
+                step is planned by arrival instead.
         """
         self._stopwatch.start()
         try:
@@ -75,6 +76,20 @@ class GuardedPolicy:
                 rule = f"schedule returned {plan!r}; it must return a SchedulePlan"
             fault = self._error(rule, view.step)
         return self.instead(fault, view)
+
+    def committed(
+        self, plan: SchedulePlan, view: EngineView, cache: KVCache, live: Mapping[str, Request]
+    ) -> tuple[SchedulePlan, Batch]:
+        """Commit a plan, or the one in its place when it breaks a rule and the engine is to go on.
+
+        Raises:
+            PlanError: it broke a rule; nothing was changed.
+        """
+        try:
+            return plan, cache.commit(plan, live, view.step)
+        except PlanError as error:
+            plan = self.instead(error, view)
+            return plan, cache.commit(plan, live, view.step)
 
     def instead(self, fault: PolicyFault, view: EngineView) -> SchedulePlan:
         """The plan of a step whose own one is at fault; raises the fault where the engine is to stop at it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .config import EngineConfig
+from .contract import Batch
 from .errors import QueueFullError, RequestError
 from .request import Request
 
@@ -69,12 +70,16 @@ class RequestQueues:
         if len(group) > 1:
             self._held_back[first.id] = group[1:]
 
-    def admit(self, request: Request) -> None:
-        (self.new if request.id in self.new else self.returning).pop(request.id)
-        self.running[request.id] = request
-
-    def preempt(self, request_id: str) -> None:
-        self.returning[request_id] = self.running.pop(request_id)
+    def carry_out(self, batch: Batch, now: float) -> None:
+        """Move whom a committed batch preempted and admitted."""
+        for gone in batch.preempted:
+            self.returning[gone.request_id] = self.running.pop(gone.request_id)
+        for request in batch.admitted:
+            (self.new if request.id in self.new else self.returning).pop(request.id)
+            self.running[request.id] = request
+            request._admitted_time = now
+            if request._first_scheduled_time is None:
+                request._first_scheduled_time = now
 
     def let_siblings_in(self) -> list[Request]:
         """Continuations that join the queue, their sibling's prompt being computed, or never to be."""

@@ -5,6 +5,7 @@ Metrics, traces, plots, calibration and replay read these records and nothing el
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 
 from .contract import Batch, PreemptionRecord
@@ -93,6 +94,15 @@ class StepRecord:
             preemptions=self.preemptions.copy(),
             blocks_held=self.blocks_held.copy(),
         )
+
+    def complete(self, executed: float, finished: float, emitted: Container[str]) -> None:
+        """Mutates: of a step that was in flight, what was not known when it was handed over.
+
+        Args:
+            emitted: requests of which a token came out; others had ended in the meantime.
+        """
+        self.executed, self.finished = executed, finished
+        self.drew = [drew and name in emitted for drew, name in zip(self.drew, self.request_ids, strict=True)]
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .contract import Request, TokenLogprobs
@@ -50,3 +51,9 @@ def take_token(request: Request, token_id: int, now: float) -> tuple[str, str | 
         if text.stopped_by is not None:  # the tail completed a stop string
             reason = "stop"
     return delta, reason
+
+
+def take_prompt_logprobs(request: Request, start: int, entries: Sequence[TokenLogprobs]) -> None:
+    """Mutates the request: entries of prompt tokens from start + 1 on, less those known from before a preemption."""
+    known = max(0, len(request._prompt_logprobs) - start)
+    request._prompt_logprobs.extend(entries[known:])

@@ -96,6 +96,9 @@ DUMMY_SHAPES: dict[str, dict[str, Any]] = {
     "dummy:llama-2-13b": _llama(
         32000, 5120, 13824, 40, 40, 40, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2
     ),
+    "dummy:yi-34b": _llama(
+        64000, 7168, 20480, 60, 56, 8, rope_theta=5e6, max_position_embeddings=200000, bos_token_id=1, eos_token_id=2
+    ),
     "dummy:llama3-8b": _llama3(4096, 14336, 32, 32, 8),
     "dummy:llama-3.1-8b": _llama3(4096, 14336, 32, 32, 8),
     "dummy:llama-3.1-8b-awq": _llama3(4096, 14336, 32, 32, 8, quantization_config=_AWQ),

@@ -127,7 +127,9 @@ def queue_trend(requests: Sequence[RequestRecord]) -> QueueTrend:
         return QueueTrend(False, 0.0)
     late = arrivals - arrivals[0] >= span / 2
     slope = np.polyfit(arrivals[late] - arrivals[0], inside[late], 1)[0] if late.sum() > 1 else 0.0
-    return QueueTrend(counts_grow(arrivals.tolist(), zip(arrivals, inside, strict=True)), max(0.0, float(slope)))
+    return QueueTrend(
+        counts_grow(arrivals.tolist(), zip(arrivals.tolist(), inside.tolist(), strict=True)), max(0.0, float(slope))
+    )
 
 
 def service_seconds(requests: Sequence[RequestRecord]) -> float:

@@ -16,7 +16,7 @@ from research_engine.structured_outputs import GrammarCompiler
 if TYPE_CHECKING:
     from research_engine.loading.tokenizer import Tokenizer
 
-_IN_A_THREAD = 8192  # characters from which a text is encoded beside the event loop
+IN_A_THREAD = 8192  # characters from which a text is encoded beside the event loop
 
 
 @dataclass
@@ -90,7 +90,7 @@ class ServerContext:
         """
         tokenizer = self.require_tokenizer()
         try:
-            if len(text) < _IN_A_THREAD:
+            if len(text) < IN_A_THREAD:
                 return tokenizer.encode(text, add_special_tokens)
             return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
         except ValueError:

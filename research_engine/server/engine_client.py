@@ -14,6 +14,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from multiprocessing.context import SpawnProcess
 
 import msgspec
 
@@ -135,8 +136,10 @@ class Generation:
                 waiting.token_ids += delta.token_ids
                 waiting.text += delta.text
                 waiting.finish = delta.finish
-                if delta.logprobs is not None:
-                    waiting.logprobs = (waiting.logprobs or []) + delta.logprobs
+                if waiting.logprobs is None:
+                    waiting.logprobs = delta.logprobs
+                elif delta.logprobs is not None:
+                    waiting.logprobs += delta.logprobs
                 return True
         return False
 
@@ -168,6 +171,8 @@ class EngineClient(asyncio.Protocol):
         self._embeddings: dict[int, asyncio.Future[Embedded]] = {}
         self._keys = itertools.count()
         self._closing = False
+        self._process: SpawnProcess | None = None
+        self._transport: asyncio.Transport | None = None
         self._decoder = msgspec.msgpack.Decoder(ToServer)
 
     # Life of the process.
@@ -181,31 +186,28 @@ class EngineClient(asyncio.Protocol):
         """
         ours, theirs = socket.socketpair()
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(
+        process = context.Process(
             target=engine_process.main, args=(self.source, theirs, log.getEffectiveLevel()), name="engine"
         )
         self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._inbox = bytearray()
-        self._process.start()
+        process.start()
+        self._process = process
         theirs.close()
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
         return await self._started
 
     async def close(self, patience: float = 5.0) -> None:
-        """End the process: it goes when the connection does, or is killed after `patience` seconds."""
+        """End the process, if there is one: it goes with its connection, or is killed after `patience` seconds."""
         self._closing = True
-        self._transport.close()
-        await self.join(patience)
-
-    async def join(self, patience: float) -> int | None:
-        """Wait for the process to end, killing it after `patience` seconds; its exit code."""
+        if self._transport is not None:
+            self._transport.close()
         deadline = time.monotonic() + patience
-        while self._process.exitcode is None:
+        while self._process is not None and self._process.exitcode is None:
             if time.monotonic() > deadline:
                 self._process.kill()
-                deadline += 60
+                deadline += patience
             await asyncio.sleep(0.02)
-        return self._process.exitcode
 
     @property
     def is_alive(self) -> bool:
@@ -283,13 +285,13 @@ class EngineClient(asyncio.Protocol):
             raise EngineDeadError(self.failure or "the engine is not running")
 
     def _send(self, message: ToEngine) -> None:
+        assert self._transport is not None
         self._transport.write(frame(message))
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
-        self._transport: asyncio.Transport = transport  # type: ignore[assignment]
+        self._transport = transport  # type: ignore[assignment]  # a stream's, which has `write`
 
     def data_received(self, data: bytes) -> None:
         self._inbox += data

@@ -34,7 +34,7 @@ from research_engine.server.wire import (
 
 if TYPE_CHECKING:
     from research_engine.engine.contract import TokenLogprobs
-    from research_engine.engine.engine import TokenOutput
+    from research_engine.engine.token_output import TokenOutput
     from research_engine.server.engine_source import EngineParts, EngineSource
 
 log = logging.getLogger("research_engine.server.engine")

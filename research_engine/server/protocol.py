@@ -25,10 +25,7 @@ class StreamOptions(msgspec.Struct):
 class JsonSchemaFormat(msgspec.Struct):
     """`response_format.json_schema`."""
 
-    name: str | None = None
-    description: str | None = None
     schema: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class ResponseFormat(msgspec.Struct):
@@ -70,7 +67,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    add_special_tokens: bool | None = None
     priority: int | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
@@ -90,6 +86,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
 
@@ -104,7 +101,6 @@ class ChatRequest(SamplingFields, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

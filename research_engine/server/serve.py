@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import yaml
@@ -27,6 +27,9 @@ from research_engine.server.engine_source import EngineSource
 from research_engine.server.limits import BoundedProtocol
 from research_engine.server.serve_options import ServeOptions, ServerOptions, parse
 from research_engine.server.wire import Ready
+
+if TYPE_CHECKING:
+    from research_engine.loading.tokenizer import Tokenizer
 
 log = logging.getLogger("research_engine.server")
 _LAST_SECONDS = 1.0  # for the last answers after the engine's death or the end of a drain, before connections are cut
@@ -90,45 +93,42 @@ class Serving:
 
     async def run(self) -> int:
         """Start, serve, end; see `run` of the module."""
-        server = self._options.server
-        bound = _bind(server)
+        bound = _bind(self._options.server)
+        client = EngineClient(self._source, self._on_engine_death)
         try:
             tokenizer = self._source.load_tokenizer()
-            client = EngineClient(self._source, self._on_engine_death)
-            try:
-                ready = await client.start()
-            except EngineStartError:
-                raise
-            except EngineDeadError as error:
-                log.error("the engine did not start: %s", error)
-                return 1
-            resolved = _resolved(self._options, ready)
-            names = server.served_model_name or [self._options.engine.model]
-            self._context = ServerContext(
-                client, tokenizer, names, server.max_logprobs, server.enable_prompt_tokens_details
-            )
-            access = Access(
-                server.api_key, server.protect_all, int(server.max_body_mib * 2**20), int(server.max_header_kib * 1024)
-            )
-            self._app = ServerApp(self._context, access, resolved)
-            written = _write_resolved(resolved, server)
-            self._http = _HttpServer(self._uvicorn_config(access), lambda: self._announce(bound, written))
-            self._handle_signals()
-            await self._http.serve(sockets=[bound])
-            for task in self._tasks:
-                task.cancel()
+            ready = await client.start()
+            self._context = self._make_context(client, tokenizer)
+            await self._serve(bound, _resolved(self._options, ready))
+            client = self._context.client  # another one after a restart
+        except EngineDeadError as error:
+            log.error("the engine did not start: %s", error)
+            self._exit_code = 1
         finally:
             bound.close()
-            if "client" in locals():
-                await self._current_client(client).close()
+            await client.close()
         return self._exit_code
 
-    def _current_client(self, first: EngineClient) -> EngineClient:
-        return self._context.client if hasattr(self, "_context") else first
-
-    def _uvicorn_config(self, access: Access) -> uvicorn.Config:
+    def _make_context(self, client: EngineClient, tokenizer: Tokenizer | None) -> ServerContext:
         server = self._options.server
-        app: Any = self._app
+        names = server.served_model_name or [self._options.engine.model]
+        return ServerContext(client, tokenizer, names, server.max_logprobs, server.enable_prompt_tokens_details)
+
+    async def _serve(self, bound: socket.socket, resolved: dict[str, Any]) -> None:
+        """Answer HTTP until told to end, and the running requests have ended."""
+        server = self._options.server
+        bytes_of = {"max_body_bytes": server.max_body_mib * 2**20, "max_header_bytes": server.max_header_kib * 1024}
+        access = Access(server.api_key, server.protect_all, **{name: int(size) for name, size in bytes_of.items()})
+        app = ServerApp(self._context, access, resolved)
+        written = _write_resolved(resolved, server)
+        self._http = _HttpServer(self._uvicorn_config(app, access), lambda: self._announce(bound, written))
+        self._handle_signals()
+        await self._http.serve(sockets=[bound])
+        for task in self._tasks:
+            task.cancel()
+
+    def _uvicorn_config(self, app: Any, access: Access) -> uvicorn.Config:
+        server = self._options.server
         if server.allowed_origins:
             from starlette.middleware.cors import CORSMiddleware
 

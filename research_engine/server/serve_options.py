@@ -132,8 +132,9 @@ def options_of(values: Mapping[str, Any]) -> ServeOptions:
     _fixed(left)
     names = {entry.name for entry in fields(EngineOptions)}
     engine = {name: left.pop(name) for name in list(left) if name in names}
-    if "scheduler_params" in engine:
-        engine["scheduler_params"] = _parameters(engine["scheduler_params"])
+    for entry in fields(EngineOptions):
+        if str(entry.type).startswith("Mapping") and engine.get(entry.name) is not None:
+            engine[entry.name] = _parameters(entry.name, engine[entry.name])
     if not left.get("api_key") and os.environ.get(API_KEY_VARIABLE):
         left["api_key"] = [os.environ[API_KEY_VARIABLE]]
     for name in ("api_key", "served_model_name", "allowed_origins"):
@@ -179,7 +180,7 @@ def _fixed(values: dict[str, Any]) -> None:
             values.pop(name, None)
 
 
-def _parameters(given: Any) -> dict[str, Any]:
+def _parameters(option: str, given: Any) -> dict[str, Any]:
     """A mapping, or words NAME=VALUE."""
     if isinstance(given, Mapping):
         return dict(given)
@@ -187,7 +188,7 @@ def _parameters(given: Any) -> dict[str, Any]:
     for word in given:
         name, equals, text = word.partition("=")
         if not equals:
-            raise OptionError(f"scheduler_params = {word!r}: must be NAME=VALUE")
+            raise OptionError(f"{option} = {word!r}: must be NAME=VALUE")
         try:
             made[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
@@ -271,7 +272,7 @@ def _add_flag(group: Any, entry: dataclasses.Field[Any], text: str) -> None:
     default = None if entry.default is dataclasses.MISSING else entry.default
     shown = (text + ("" if default in (None, "", ()) else f" (default: {default})")).replace("%", "%%")
     kind = str(entry.type)
-    if kind == "bool":
+    if kind.startswith("bool"):
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, help=shown)
     elif kind.startswith("Sequence"):
         group.add_argument(*flags, nargs="+", action="extend", metavar="TEXT", help=shown)

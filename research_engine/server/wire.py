@@ -167,7 +167,7 @@ class Progress(msgspec.Struct, array_like=True, tag="progress"):
 ToEngine = Add | Abort | Embed
 ToServer = Ready | Failed | Refused | Embedded | Progress
 _SAMPLING_DEFAULTS = {entry.name: getattr(SamplingParams(), entry.name) for entry in fields(SamplingParams)}
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=dict)  # a mapping that is no dict, such as a request's logit_bias
 
 
 def frame(message: ToEngine | ToServer) -> bytes:

@@ -20,6 +20,7 @@ from research_engine.cli import main
 
 SMALL = {
     "decode": "3x37:4/2/16:8",
+    "decode_float8": "3x37:4/2/16:8",
     "prefill": "2x5x21:4/2/16:8",
     "rms_norm": "70x32",
     "fused_add_rms_norm": "70x32",
@@ -29,6 +30,7 @@ SMALL = {
     "w8a16": "3x70x96:96",
     "w8a16_float8": "9x70x96:96",
     "reshape_and_cache": "70:2/16:8",
+    "gather_cache": "3x37:2/16:8",
     "copy_blocks": "70x2:2/16:8",
     "swap_blocks": "70x2:2/16:8",
     "sample": "5x300",
@@ -64,16 +66,17 @@ def test_the_small_shapes_cover_every_op():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("op", OPS)
 def test_ours_and_torch_are_right_and_timed(op, dtype, device):
-    ours, by_torch = measure(op, device=device, dtype=dtype)
-    for measurement in (ours, by_torch):
+    ours, *peers = measure(op, device=device, dtype=dtype)
+    for measurement in (ours, *peers):
         assert (measurement.status, measurement.note) == ("ok", "")
         assert len(measurement.seconds) == 2 and min(measurement.seconds) > 0
-    assert (ours.implementation, by_torch.implementation) == (OURS, "torch")
+    names = [] if op == "decode_float8" else ["torch"]  # torch's attention takes no float8
+    assert [ours.implementation, *(peer.implementation for peer in peers)] == [OURS, *names]
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_kernel_that_does_nothing_is_not_timed(op, monkeypatch):
-    names = {"decode": "paged_attention", "prefill": "paged_attention"}
+    names = {"decode": "paged_attention", "decode_float8": "paged_attention", "prefill": "paged_attention"}
     name = "quantized_matmul" if "a16" in op else names.get(op, op)
     monkeypatch.setattr(kernels, name, lambda *args, **kwargs: None)
     monkeypatch.setattr(CpuTimer, "measure", lambda *args: pytest.fail("a wrong kernel was timed"))

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from research_engine import kernels
 from research_engine.executors.philox import uniform
-from research_engine.executors.sampler import sample as sample_by_torch
 from research_engine.kernels._checks import CPU_DTYPES, CUDA_DTYPES
-from tests.executors.sampling_cases import make_request
 
 INF = torch.inf
 DTYPES = {"cpu": CPU_DTYPES, "cuda": CUDA_DTYPES}
@@ -122,35 +120,33 @@ def test_tokens_are_those_of_the_float64_sampler(device: str, vocab_size: int) -
         {"temperature": 2.0, "logit_bias": {0: 3.0, 4: -2.0}},
     ]
     params = [choices[row % len(choices)] for row in range(24)]
-    requests = [make_request(prompt=prompt, output=output, seed=row * 101, **p) for row, p in enumerate(params)]
 
     def values(name: str, default: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.tensor([p.get(name, default) for p in params], dtype=dtype)  # type: ignore[attr-defined]
 
     slots = torch.arange(24).int()
     biases = [list(p.get("logit_bias", {}).items()) + [(-1, 0.0)] * 2 for p in params]  # type: ignore[attr-defined]
-    drawn = draw(
-        device,
-        logits,
-        temperature=values("temperature", 0.0),
-        seeds=torch.tensor([request.seed for request in requests]),
-        positions=torch.tensor([request.num_tokens for request in requests]),
-        top_k=values("top_k", 0, torch.int32),
-        top_p=values("top_p", 1.0),
-        min_p=values("min_p", 0.0),
-        repetition_penalty=values("repetition_penalty", 1.0),
-        presence_penalty=values("presence_penalty", 0.0),
-        frequency_penalty=values("frequency_penalty", 0.0),
-        seen_tokens=torch.tensor([[1, 2, 3, 5, 6]] * 24).int(),
-        seen_counts=torch.tensor([[0, 1, 0, 2, 1]] * 24).int(),
-        seen_lengths=torch.full((24,), 5).int(),
-        slots=slots,
-        bias_tokens=torch.tensor([[token for token, _ in row[:2]] for row in biases]).int(),
-        bias_values=torch.tensor([[value for _, value in row[:2]] for row in biases]),
-        num_logprobs=4,
-    )
-    expected = sample_by_torch(logits.clone(), requests)
-    assert drawn.token_ids.tolist() == expected.token_ids
+    shaping: dict[str, Any] = {
+        "temperature": values("temperature", 0.0),
+        "top_k": values("top_k", 0, torch.int32),
+        "top_p": values("top_p", 1.0),
+        "min_p": values("min_p", 0.0),
+        "repetition_penalty": values("repetition_penalty", 1.0),
+        "presence_penalty": values("presence_penalty", 0.0),
+        "frequency_penalty": values("frequency_penalty", 0.0),
+        "seen_tokens": torch.tensor([[1, 2, 3, 5, 6]] * 24).int(),
+        "seen_counts": torch.tensor([[0, 1, 0, 2, 1]] * 24).int(),
+        "seen_lengths": torch.full((24,), 5).int(),
+        "slots": slots,
+        "bias_tokens": torch.tensor([[token for token, _ in row[:2]] for row in biases]).int(),
+        "bias_values": torch.tensor([[value for _, value in row[:2]] for row in biases]),
+    }
+    seeds = torch.tensor([row * 101 for row in range(24)])
+    positions = torch.full((24,), len(prompt) + len(output))
+    drawn = draw(device, logits, seeds=seeds, positions=positions, num_logprobs=4, **shaping)
+    running = kernels.reference.sampling_distribution(logits, **shaping).cumsum(-1)
+    us = torch.from_numpy(uniform(seeds.tolist(), positions.tolist())).unsqueeze(-1)
+    assert drawn.token_ids.tolist() == (running <= us * running[:, -1:]).sum(-1).tolist()
 
 
 def test_every_device_draws_the_same(device: str) -> None:

@@ -11,4 +11,9 @@ from research_engine.server.serve_options import parse
 if __name__ == "__main__":
     engine, tokenizer, *flags = sys.argv[1:]
     options = parse(flags)
-    sys.exit(run(options, EngineSource(options.engine, engine, tokenizer)))
+    try:
+        code = run(options, EngineSource(options.engine, engine, tokenizer))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        code = 2
+    sys.exit(code)

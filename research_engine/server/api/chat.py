@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -21,7 +22,7 @@ from research_engine.server.api.answers import (
 from research_engine.server.api.conversation import check_tools, template_messages
 from research_engine.server.api.token_texts import TokenTexts
 from research_engine.server.api.tool_calls import ToolCall, ToolCallStream, parse
-from research_engine.server.context import ServerContext
+from research_engine.server.context import IN_A_THREAD, ServerContext
 from research_engine.server.engine_client import Generation
 from research_engine.server.errors import decoded, invalid
 from research_engine.server.http import Call
@@ -44,7 +45,7 @@ async def chat_completions(context: ServerContext, call: Call) -> None:
     check_stream_options(request)
     logprobs = _logprobs(request, context.max_logprobs)
     names, form = _tools_and_form(request)
-    prompt = chat_prompt(
+    prompt = await chat_prompt(
         context,
         request.messages,
         add_generation_prompt=request.add_generation_prompt is not False,
@@ -65,7 +66,7 @@ async def chat_completions(context: ServerContext, call: Call) -> None:
         await call.reply(answer.body(deltas))
 
 
-def chat_prompt(
+async def chat_prompt(
     context: ServerContext,
     messages: list[dict[str, Any]],
     *,
@@ -81,10 +82,15 @@ def chat_prompt(
     known = dict(variables or {})
     if tools:
         known["tools"] = tools
+    made, tokenizer = template_messages(messages), context.require_tokenizer()
+
+    def encode() -> list[int]:
+        return tokenizer.apply_chat_template(made, add_generation_prompt, **known)
+
     try:
-        return context.require_tokenizer().apply_chat_template(
-            template_messages(messages), add_generation_prompt, **known
-        )
+        if sum(len(message["content"]) for message in made) < IN_A_THREAD:
+            return encode()
+        return await asyncio.to_thread(encode)
     except (ValueError, TypeError) as error:
         raise invalid(str(error), "messages") from None
 

@@ -25,7 +25,7 @@ async def tokenize(context: ServerContext, call: Call) -> None:
         raise invalid("give either prompt or messages", "prompt")
     if request.messages is not None:
         add_generation_prompt = request.add_generation_prompt is not False
-        tokens = chat_prompt(context, request.messages, add_generation_prompt=add_generation_prompt)
+        tokens = await chat_prompt(context, request.messages, add_generation_prompt=add_generation_prompt)
     else:
         assert request.prompt is not None
         tokens = await context.encode(request.prompt, request.add_special_tokens is not False)

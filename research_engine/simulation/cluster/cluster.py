@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from research_engine.engine.driver import Arrival
 from research_engine.engine.engine import Engine
-from research_engine.engine.records import Records, RequestRecord
+from research_engine.engine.records import RequestRecord
 from research_engine.engine.token_output import TokenOutput
 from research_engine.simulation.routers import Router
 
@@ -34,11 +34,6 @@ class ClusterReport:
     busy: list[float]
     routed: list[int]
     transfers: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def records(self) -> Records:
-        """The requests' records as metrics read them; without steps, so without gaps between tokens."""
-        return Records(requests=self.requests)
 
 
 class Cluster:
