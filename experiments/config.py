@@ -20,6 +20,7 @@ from research_engine.engine.config import OnFault
 from research_engine.engine.reservation import Reservation
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
+PAPERS = Path(__file__).resolve().parent / "papers"
 QUOTED = r"'([^']*)'"
 
 
@@ -191,8 +192,10 @@ def _keys(node: yaml.Node, path: KeyPath) -> Iterator[tuple[KeyPath, int]]:
 
 
 def available() -> dict[str, Path]:
-    """Experiments that ship: name -> file."""
-    return {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
+    """Experiments that ship: name -> file. Reproductions are called papers/NAME."""
+    return {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))} | {
+        f"papers/{path.stem}": path for path in sorted(PAPERS.glob("*.yaml"))
+    }
 
 
 def load_experiment(name: str, overrides: Sequence[str] = ()) -> tuple[Experiment, list[Cell]]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from experiments.paper import SUSTAINED, Paper
 from experiments.settings import Settings, nearest_first
 
 Condition = Mapping[str, tuple[str, ...]]
@@ -117,6 +118,7 @@ class Experiment(Settings):
             drift of the machine meets no level more than another), or `as_written`.
         baseline: factor -> label of the level that others are compared with.
         outputs: tables and plots.
+        paper: the table that this reproduces, with the paper's figures and claims.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
@@ -132,6 +134,7 @@ class Experiment(Settings):
     order: Literal["random", "as_written"] = "random"
     baseline: Mapping[str, str] = Field(default_factory=dict)
     outputs: Outputs = Outputs()
+    paper: Paper | None = None
 
     @field_validator("factors", mode="before")
     @classmethod
@@ -187,6 +190,17 @@ class Experiment(Settings):
                 if label not in labels:
                     context = {"at": at, "factor": factor, "name": label, "hint": nearest_first(label, labels)}
                     raise PydanticCustomError("at", "{factor} has no level '{name}'; {hint}", context)
+        return self
+
+    @model_validator(mode="after")
+    def _paper_of_these_factors(self) -> Experiment:
+        if self.paper is None:
+            return self
+        if SUSTAINED in self.paper.metrics and self.paper.sustained is None:
+            raise ValueError("a column or claim asks for `sustained`, and paper.sustained does not say of what")
+        if self.paper.sustained is not None and self.paper.sustained.over not in self.factors:
+            over = self.paper.sustained.over
+            raise ValueError(f"paper.sustained.over: no factor {over!r}; {nearest_first(over, self.factors)}")
         return self
 
     @model_validator(mode="after")

@@ -29,7 +29,8 @@ EXAMPLES = """examples:
   python experiments/run.py quickstart model=dummy:tiny
   python experiments/run.py quickstart workload.arrivals.rate=1 seeds=[0,1,2] --out runs/slower
   python experiments/run.py quickstart scheduler=[fcfs,path/to/mine.py:Mine]
-  python experiments/run.py my_experiment.yaml --dry-run"""
+  python experiments/run.py my_experiment.yaml --dry-run
+  python experiments/run.py papers/pagedattention_fig_2"""
 
 RECORDED = "sim_vs_real"
 """An experiment that runs nothing: its real half is recorded."""
@@ -111,17 +112,22 @@ def _list() -> int:
     for name in available():
         experiment, cells = load_experiment(name)
         trials = len(cells) * len(experiment.seeds) * experiment.repeats
-        print(f"{name:<24} {trials:>3} trials  {experiment.description}")
+        print(f"{name:<32} {trials:>3} trials  {experiment.description}")
+    from experiments.papers.computed import COMPUTED
     from experiments.validation.recorded import DESCRIPTION as RECORDED_DESCRIPTION
 
-    print(f"{RECORDED:<24}   0 trials  {RECORDED_DESCRIPTION}")
+    for name, (description, _) in COMPUTED.items():
+        print(f"{name:<32}   0 trials  {description}")
+    print(f"{RECORDED:<32}   0 trials  {RECORDED_DESCRIPTION}")
     return 0
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:
+    from experiments.analysis.paper_table import FILE as PAPER_FILE
     from experiments.analysis.report import write_report
     from experiments.analysis.table_formats import to_rich
     from experiments.config import load_experiment
+    from experiments.papers.computed import COMPUTED, run_computed
     from experiments.preflight import check_names
     from experiments.runner import run_experiment
 
@@ -131,6 +137,9 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         from experiments.validation.recorded import run_recorded
 
         return run_recorded(given, options.out or Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    if name in COMPUTED:
+        own = name.rpartition("/")[2]
+        return run_computed(name, given, options.out or Path("runs") / f"{own}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     experiment, cells = load_experiment(name, given)
     check_names(cells)
     out = options.out or Path("runs") / f"{experiment.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
@@ -144,6 +153,8 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     table = write_report(out)
     if table is not None:
         console.print(to_rich(table, console.width))
+    if table is not None and experiment.paper is not None:
+        print((out / PAPER_FILE).read_text(encoding="utf-8"))
     done = report.reused + report.finished
     if report.interrupted is not None:
         where = {"jobs": None if options.jobs == 1 else options.jobs, "ray": options.ray, "slurm": options.slurm,

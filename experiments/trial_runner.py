@@ -55,7 +55,7 @@ class TrialRunner:
             if not isinstance(trial.settings, TrialSettings):
                 check_kernel(trial.settings)
                 continue
-            own = trial.settings.model_dump_json(exclude={"slo", "decision_log", "scheduler", "scheduler_params"})
+            own = trial.settings.model_dump_json(exclude={"slo", "explain", "scheduler", "scheduler_params"})
             if (own, trial.seed) in checked:
                 continue
             checked.add((own, trial.seed))
@@ -78,7 +78,7 @@ class TrialRunner:
         self._on_progress(0, f"{trial.name}: loading")
         self._backend.prepare(trial.settings)
         workload = self._workload(trial)
-        without = {"workload", "slo", "decision_log", "warmup_requests"}
+        without = {"workload", "slo", "explain", "warmup_requests"}
         identity = trial.settings.model_dump_json(exclude=without)
         if identity not in self._warm:
             self._on_progress(0, f"{trial.name}: warming up")

@@ -52,6 +52,9 @@ COMMANDS = {
     "bench cpu": Command(
         "research_engine.bench.cpu:main", "decode and prefill against transformers; --loop: host time"
     ),
+    "bench embed": Command(
+        "research_engine.bench.embed:main", "texts to vectors on this CPU against sentence-transformers"
+    ),
     "profile": Command(
         "research_engine.calibration.profile:main", "measure this machine for the simulator: a profile with its error"
     ),

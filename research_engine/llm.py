@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from research_engine.embedding import Embedder, build_embedding_engine, task_of
 from research_engine.engine.config import EngineConfig
 from research_engine.engine.contract import Clock, TokenLogprobs
 from research_engine.engine.engine import Engine
@@ -26,7 +27,14 @@ from research_engine.engine.records import Records, RequestRecord
 from research_engine.engine.request import Request
 from research_engine.engine.sampling_params import SamplingParams
 from research_engine.options import EngineOptions, OptionError, choose_device, choose_dtype, choose_kv_cache_dtype
-from research_engine.outputs import CompletionOutput, Logprob, RequestOutput, merged_record
+from research_engine.outputs import (
+    CompletionOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    RequestOutput,
+    embedding_output,
+    merged_record,
+)
 from research_engine.structured_outputs import GrammarCompiler
 
 if TYPE_CHECKING:
@@ -101,7 +109,7 @@ def build_engine(
     clock: Clock | None = None,
     records: Records | None = None,
 ) -> Engine:
-    """Put an engine together.
+    """Put an engine together; one that embeds where that is the task.
 
     Args:
         loaded: the options' model, when it was loaded before; loaded now when None.
@@ -117,6 +125,9 @@ def build_engine(
     scheduler = schedulers.create(options.scheduler, **options.scheduler_params)
     if loaded is None:
         loaded = load(options)
+    if task_of(options, loaded.config) == "embed":
+        budget = _token_budget(options, loaded.model.device)
+        return build_embedding_engine(options, loaded, scheduler, token_budget=budget, clock=clock, records=records)
     model, tokenizer = loaded.model, loaded.tokenizer
     plan = _measure_memory(options, loaded)
     room = None if plan is None else plan.room
@@ -276,6 +287,8 @@ class LLM:
         self.model_config = loaded.config
         self.tokenizer = loaded.tokenizer
         self.engine = build_engine(self.options, loaded)
+        embeds = task_of(self.options, loaded.config) == "embed"
+        self._embedder = Embedder(self.engine) if embeds else None
         self._num_calls = 0
 
     def generate(
@@ -300,9 +313,7 @@ class LLM:
             KeyboardInterrupt: Ctrl-C, after the step in progress (at once when pressed twice); all requests of this
                 call are aborted, and the engine stays usable.
         """
-        many: list[Any] = [prompts] if isinstance(prompts, (str, Mapping)) else _listed("prompts", prompts)
-        if many and isinstance(many[0], Integral):
-            many = [many]
+        many = self._many(prompts)
         resolved = [self._resolve(prompt, index) for index, prompt in enumerate(many)]
         return self._run(resolved, self._params_for(many, sampling_params), use_tqdm)
 
@@ -334,9 +345,66 @@ class LLM:
             prompts.append((self.tokenizer.decode(ids, skip_special_tokens=False), ids))
         return self._run(prompts, self._params_for(many, sampling_params), use_tqdm)
 
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        sparse: bool = False,
+        multi_vector: bool = False,
+        truncate: bool = False,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Turn texts into vectors, with the model's own pooling.
+
+        Args:
+            texts: one or many, in any of the forms that `generate` takes.
+            sparse, multi_vector: make lexical weights, and vectors of the tokens, too, of a model with heads for it.
+            truncate: cut texts that are longer than the model takes instead of raising.
+            use_tqdm: show a progress bar on standard error.
+
+        Returns:
+            One output a text, in the order of the texts.
+
+        Raises:
+            ValueError: the model does not embed or has no such heads, or a text is empty or too long; raised before
+                anything runs.
+            KeyboardInterrupt: as `generate`.
+        """
+        if self._embedder is None:
+            raise ValueError(f"{self.options.model} was loaded to generate; LLM(..., task='embed') embeds")
+        many = self._many(texts)
+        resolved = self._resolve_all(many, self._embedder.max_tokens if truncate else None)
+        with (
+            _progress_bar(len(many), enabled=use_tqdm) as advance,
+            _interrupts_between_steps() as check_interrupt,
+        ):
+
+            def after_step(ended: int) -> None:
+                advance(ended, 0)
+                check_interrupt()
+
+            extras = [name for name, wanted in (("lexical", sparse), ("multi", multi_vector)) if wanted]
+            made = self._embedder.embed([ids for _, ids in resolved], extras, after_step=after_step)
+        return [
+            EmbeddingRequestOutput(text, ids, embedding_output(ids, vectors))
+            for (text, ids), vectors in zip(resolved, made, strict=True)
+        ]
+
     def shutdown(self) -> None:
         """Give the model's and the cache's memory back; the LLM is of no use afterwards."""
         self.engine.executor.shutdown()
+
+    @staticmethod
+    def _many(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+        many: list[Any] = [prompts] if isinstance(prompts, (str, Mapping)) else _listed("prompts", prompts)
+        return [many] if many and isinstance(many[0], Integral) else many
+
+    def _resolve_all(self, prompts: list[Any], max_tokens: int | None) -> list[tuple[str | None, list[int]]]:
+        """`_resolve` of each, texts all at once; those of more than max_tokens are cut to it."""
+        if self.tokenizer is not None and all(isinstance(prompt, str) for prompt in prompts):
+            return list(zip(prompts, self.tokenizer.encode_batch(prompts, max_tokens), strict=True))
+        resolved = [self._resolve(prompt, index) for index, prompt in enumerate(prompts)]
+        return [(text, ids[:max_tokens]) for text, ids in resolved]
 
     def _resolve(self, prompt: Any, index: int) -> tuple[str | None, list[int]]:
         """Text, if there is one, and token ids of a prompt in any of its forms."""
@@ -377,6 +445,8 @@ class LLM:
     def _run(
         self, prompts: Sequence[tuple[str | None, list[int]]], params: Sequence[SamplingParams], use_tqdm: bool
     ) -> list[RequestOutput]:
+        if self._embedder is not None:
+            raise ValueError(f"{self.options.model} embeds (task = 'embed') and does not generate; use LLM.embed")
         self._num_calls += 1
         groups: list[list[_Draft]] = []
         try:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 WEIGHT_PACKINGS = ("auto", "packed", "dequantized")
+TASKS = ("auto", "generate", "embed")
+RUNNERS = {"auto": "auto", "generate": "generate", "pooling": "embed"}  # vLLM's word for a task
+POOLINGS = ("auto", "mean", "cls", "last")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
 
 
@@ -58,7 +61,8 @@ class EngineOptions:
         swap_space: GiB of host memory for preemption by swap; 0 turns swapping off.
         num_host_blocks: KV blocks in host memory; None derives them from swap_space.
         max_num_queued: requests that may wait; one more is refused. 0 sets no bound.
-        reservation: blocks a request holds: "paged" (as tokens come), "reserve_max", "reserve_pow2", "reserve_oracle".
+        reservation: blocks a request holds: "paged" (as tokens come), "reserve_max", "reserve_pow2", "reserve_oracle",
+            or in a buddy allocator's chunks "buddy_pow2", "buddy_oracle".
         on_fault: what follows when the policy is at fault: "stop" with its error, or "go_on" without it for the step.
         schedule_limit: real seconds that one decision of the policy may take; more is a fault.
         enable_prefix_caching: keep the blocks of ended requests and reuse them for equal prefixes.
@@ -69,6 +73,10 @@ class EngineOptions:
             floats when they are loaded; "auto" packs AWQ, GPTQ, fp8 and compressed-tensors and dequantises GGUF.
         kv_cache_dtype: "auto" is dtype; "fp8" ("fp8_e4m3") and "int8" take a byte an element, with a scale for every
             layer and head: those of the checkpoint, else for fp8 1, and for int8 measured on random tokens.
+        task: "generate", "embed", or "auto": what the model can do, and generate where it can do both.
+        runner: vLLM's name for task: "generate", "pooling" (embed) or "auto".
+        pooling: of a text's hidden states when embedding: their "mean", or that of the first ("cls") or "last" token;
+            "auto" is the model's own, else the last token of a decoder and the mean of an encoder.
         trust_remote_code: run the code that a repository brings for its configuration and tokenizer; that for its model
             is never run.
         check_integrity: balance the KV cache's books after every step.
@@ -105,6 +113,9 @@ class EngineOptions:
     load_format: str = "auto"
     weight_packing: str = "auto"
     kv_cache_dtype: str = "auto"
+    task: str = "auto"
+    runner: str = "auto"
+    pooling: str = "auto"
     trust_remote_code: bool = False
     check_integrity: bool = False
     overlap: bool | None = None
@@ -121,12 +132,18 @@ class EngineOptions:
                 raise OptionError(f"{entry.name} = {value!r}: must be {kind[1]}")
         named = {
             "dtype": DTYPES, "load_format": LOAD_FORMATS, "reservation": RESERVATIONS, "on_fault": FAULT_WAYS,
-            "weight_packing": WEIGHT_PACKINGS, "kv_cache_dtype": KV_CACHE_DTYPES,
+            "weight_packing": WEIGHT_PACKINGS, "kv_cache_dtype": KV_CACHE_DTYPES, "task": TASKS,
+            "runner": tuple(RUNNERS), "pooling": POOLINGS,
         }  # fmt: skip
         for name, valid in named.items():
             value = getattr(self, name)
             if value not in valid:
                 raise OptionError(f"{name} = {value!r}: must be one of {', '.join(nearest_first(str(value), valid))}")
+        task = RUNNERS[self.runner]
+        if "auto" not in (task, self.task) and task != self.task:
+            raise OptionError(f"runner = {self.runner!r} means task = {task!r}, and task = {self.task!r} is given, too")
+        if task != "auto":
+            object.__setattr__(self, "task", task)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):

@@ -1,12 +1,18 @@
-"""What `LLM.generate` returns: text, token ids, log-probabilities and times, named as vLLM's users know them."""
+"""What `LLM.generate` and `LLM.embed` return, named as vLLM's users know it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from research_engine.engine.records import RequestRecord
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from research_engine.executors.embedding import Vectors
 
 
 class Logprob(NamedTuple):
@@ -59,6 +65,51 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestRecord
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """What a text became.
+
+    Attributes:
+        vector: float32 [H].
+        lexical_weights: token id -> its largest weight, where it is positive; special tokens left out. None unless
+            asked for.
+        token_vectors: float32 [T - 1, M], for every token but the first, each of length 1. None unless asked for.
+    """
+
+    vector: NDArray[np.float32]
+    lexical_weights: dict[int, float] | None = None
+    token_vectors: NDArray[np.float32] | None = None
+
+    @property
+    def embedding(self) -> list[float]:
+        """`vector` as a list."""
+        numbers: list[float] = self.vector.tolist()
+        return numbers
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """One text and its embedding. `prompt` is the text; None when token ids were given."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+
+
+_SPECIAL_TOKENS = frozenset(range(4))  # <s>, <pad>, </s> and <unk> of XLM-RoBERTa
+
+
+def embedding_output(token_ids: Sequence[int], made: Vectors) -> EmbeddingOutput:
+    """From what the executor made of a text's tokens, as BGE-M3 defines it (Chen et al., 2402.03216)."""
+    weights: dict[int, float] | None = None
+    if made.lexical is not None:
+        weights = {}
+        for token_id, weight in zip(token_ids, made.lexical.tolist(), strict=True):
+            if weight > weights.get(token_id, 0.0) and token_id not in _SPECIAL_TOKENS:
+                weights[token_id] = weight
+    return EmbeddingOutput(made.dense, weights, None if made.multi is None else made.multi[1:])
 
 
 def merged_record(records: Sequence[RequestRecord]) -> RequestRecord:

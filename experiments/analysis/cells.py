@@ -70,6 +70,11 @@ class CellResults:
         """How many trials carry a mark out of VERDICTS."""
         return sum(bool(summary[verdict]) for summary in self.summaries.values())
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether its numbers are the system's: no load generator was too slow (void), no other process in the way."""
+        return not self.marked("void") and not self.marked("disturbed")
+
     def values(self, metric: Metric) -> dict[int, float]:
         """Seed -> the metric, averaged over the seed's repeats; NaN where there is none, or too few values for it."""
         by_seed: dict[int, list[float]] = {}
@@ -92,7 +97,7 @@ def baseline_of(cell: CellResults, cells: Sequence[CellResults], baseline: Mappi
 
 
 def change_of(cell: CellResults, baseline: CellResults | None, metric: Metric) -> Change:
-    """The paired difference; unknown when one of the two has a void trial, whose numbers say nothing of the system."""
-    if baseline is None or cell.marked("void") or baseline.marked("void"):
+    """The paired difference; unknown when one of the two has trials that say nothing of the system."""
+    if baseline is None or not cell.is_sound or not baseline.is_sound:
         return NO_CHANGE
     return paired_change(cell.values(metric), baseline.values(metric))

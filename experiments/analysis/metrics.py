@@ -84,6 +84,11 @@ def _latencies() -> dict[str, Metric]:
     return out
 
 
+def _never_used(summary: Summary) -> float:
+    """Internal and external waste together, which a reservation rounded up to a chunk makes hard to tell apart."""
+    return sum(_at("metrics", "kv_split", part, scale=100)(summary) for part in ("internal", "external"))
+
+
 METRICS: dict[str, Metric] = {
     **_latencies(),
     "urgent_ttft_p50": Metric("TTFT P50, urgent (s)", _most_urgent("ttft", "p50"), 2, "lower"),
@@ -110,6 +115,7 @@ METRICS: dict[str, Metric] = {
     "kv_reserved": Metric("KV reserved (%)", _at("metrics", "kv_split", "reserved", scale=100), 1, "lower"),
     "kv_internal": Metric("KV internal waste (%)", _at("metrics", "kv_split", "internal", scale=100), 1, "lower"),
     "kv_external": Metric("KV external waste (%)", _at("metrics", "kv_split", "external", scale=100), 1, "lower"),
+    "kv_never_used": Metric("KV never used (%)", _never_used, 1, "lower"),
     "kv_occupancy": Metric("KV blocks in use (%)", _at("metrics", "kv", "occupancy", scale=100), 1),
     "prefix_hit_rate": Metric("Prefix hits (%)", _at("metrics", "prefix_hit_rate", scale=100), 1),
     "service_difference_max": Metric(
@@ -133,8 +139,8 @@ METRICS: dict[str, Metric] = {
 USUAL = (
     "ttft_p50", "ttft_p90", "ttft_p99", "tpot_p50", "tpot_p90", "tpot_p99", "itl_p50", "itl_p90", "itl_p99",
     "e2e_p50", "e2e_p90", "e2e_p99", "urgent_ttft_p50", "urgent_ttft_p90", "output_throughput", "goodput",
-    "slo_attainment", "failed", "service_difference_max", "prefix_hit_rate", "preemptions", "kv_utilization",
-    "kv_occupancy", "offered_rate", "achieved_rate",
+    "slo_attainment", "failed", "service_difference_max", "prefix_hit_rate", "preemptions", "tokens_recomputed",
+    "kv_utilization", "kv_occupancy", "offered_rate", "achieved_rate",
 )  # fmt: skip
 USUAL_OF_KERNELS = (
     "kernel_time_p50", "kernel_time_p25", "kernel_time_p75", "kernel_bandwidth", "kernel_rate", "kernel_roofline",

@@ -12,6 +12,7 @@ import numpy as np
 from experiments.analysis import plots, plots_of_cells, plots_over_time
 from experiments.analysis.html import to_html
 from experiments.analysis.metrics import METRICS
+from experiments.analysis.paper_table import paper_table
 from experiments.analysis.run_files import RunFiles
 from experiments.analysis.table_formats import to_csv, to_latex, to_markdown
 from experiments.analysis.tables import Table, build_effects, build_table
@@ -22,6 +23,8 @@ FILES = {"latency_cdf": "latency"}  # plot -> file name, where it is not its kin
 
 def write_report(directory: Path) -> Table | None:
     """Write tables (.md .csv .tex), results.parquet, plots and report.html of what has finished so far.
+
+    A reproduction's paper.md, too.
 
     Returns:
         The table, or None while no trial has finished.
@@ -42,6 +45,9 @@ def write_report(directory: Path) -> Table | None:
         write_text(directory / f"{name}.md", to_markdown(made))
         write_text(directory / f"{name}.tex", to_latex(made))
     write_text(directory / "table.csv", to_csv(run.cells, run.baseline))
+    reproduction = paper_table(run)
+    if reproduction is not None:
+        reproduction.write(directory)
     write_with(directory / "results.parquet", partial(_write_results, run))
     files, untold = _plots(run, outputs.get("plots"))
     write_text(directory / "report.html", to_html(run, list(tables.values()), files, untold))

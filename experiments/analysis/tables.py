@@ -219,7 +219,7 @@ def _percent(change: Interval) -> str:
 def _mark_best(
     entries: Sequence[Entry], cells: Sequence[CellResults], metric: Metric, digits: int, baseline: Mapping[str, str]
 ) -> list[Entry]:
-    """Marks the entries whose mean looks best as printed, unless all look alike; a cell with a void trial is none.
+    """Marks the entries whose mean looks best as printed, unless all look alike; void or disturbed cells are none.
 
     Cells compete with those that differ from them in the baseline's factors alone: policies under the same load, not a
     policy under a low load with another under a high one. Without a baseline all compete.
@@ -228,7 +228,7 @@ def _mark_best(
     shown = []
     for entry, cell in zip(entries, cells, strict=True):
         group = tuple(label for factor, label in cell.levels.items() if baseline and factor not in baseline)
-        value = math.nan if cell.marked("void") else round(entry.interval.mean, digits)
+        value = round(entry.interval.mean, digits) if cell.is_sound else math.nan
         shown.append((group, value))
         if not math.isnan(value):
             groups.setdefault(group, []).append(value)

@@ -26,7 +26,7 @@ class CapacityOptions:
 
     Args:
         model: as `research-engine` takes it everywhere; its config.json alone is read.
-        gpu: a GPU sheet: a100, h100, h200, l40s, rtx4090, or the path of a .json one.
+        gpu: a GPU sheet: a100, a100-40gb, h100, h200, l40s, rtx4090, or the path of a .json one.
         cost_model: roofline (of the sheet), or profiled:FILE.
         force_profile: take a profile of another model, GPU or version all the same.
         tensor_parallel_size: GPUs that each engine's model is divided over (roofline).

@@ -23,7 +23,7 @@ class EngineConfig:
         max_num_batched_tokens: tokens that one step may hold (its budget).
         max_model_len: prompt and output tokens of one request at most.
         max_num_queued: requests that may wait; one more is refused with QueueFullError. 0 sets no bound.
-        reservation: blocks that a request holds: `paged`, `reserve_max`, `reserve_pow2`, `reserve_oracle`; see
+        reservation: blocks that a request holds: `paged`, `reserve_max`, `reserve_pow2`, `buddy_pow2`, ...; see
             reservation.py.
         enable_prefix_caching: keep the blocks of ended requests and reuse them for equal prefixes.
         vocab_size: token ids are below it; 0 leaves them unchecked.

@@ -7,6 +7,10 @@ on contiguous memory as in Orca. They are the same engine with another number of
     reserve_max     max_model_len slots, whatever the request
     reserve_pow2    the prompt and the next power of two of the output's length: at most twice what is needed
     reserve_oracle  the final length
+    buddy_pow2, buddy_oracle
+                    the same in a buddy allocator's chunks (what the paper assumes of Orca): rounded up to a power of
+                    two of slots. That free chunks may lie apart is left out. reserve_max needs none where
+                    max_model_len is a power of two.
 
 None is more than the whole cache. What is known of a request's output beforehand is `known_output_tokens`; where
 reserve_pow2 knows nothing it takes the output so far. A request that outgrows its blocks, because a prediction was too
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
     from .config import EngineConfig
     from .request import Request
 
-Reservation = Literal["paged", "reserve_max", "reserve_pow2", "reserve_oracle"]
+Reservation = Literal["paged", "reserve_max", "reserve_pow2", "reserve_oracle", "buddy_pow2", "buddy_oracle"]
 RESERVATIONS: tuple[str, ...] = get_args(Reservation)
 BlocksFor = Callable[["Request", int], int]
 
@@ -53,8 +57,16 @@ def blocks_for(config: EngineConfig) -> BlocksFor:
         final = request.num_prompt_tokens + output - 1  # the last token is never stored
         return -(-max(num_tokens, min(final, longest)) // size)
 
+    def in_chunks(rule: BlocksFor) -> BlocksFor:
+        def rounded(request: Request, num_tokens: int) -> int:
+            chunk = 1 << (rule(request, num_tokens) * size - 1).bit_length()
+            return min(-(-chunk // size), config.num_blocks)
+
+        return rounded
+
     rules: dict[str, BlocksFor] = {
         "paged": paged, "reserve_max": reserve_max, "reserve_pow2": reserve_pow2, "reserve_oracle": reserve_oracle,
+        "buddy_pow2": in_chunks(reserve_pow2), "buddy_oracle": in_chunks(reserve_oracle),
     }  # fmt: skip
     return rules[config.reservation]
 

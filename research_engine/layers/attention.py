@@ -23,6 +23,7 @@ class Attention:
         scale: of query-key products.
         window: how many keys a row sees, its own included; None for all.
         softcap: of scores; None without.
+        causal: whether a token sees none after it.
         cos_sin: rotary table, None without rotary positions.
         q_norm, k_norm: of every head before it is rotated.
     """
@@ -37,12 +38,13 @@ class Attention:
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
+        causal: bool = True,
         cos_sin: torch.Tensor | None = None,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
     ) -> None:
         self.qkv, self.output, self.layer, self.head_dim, self.scale = qkv, output, layer, head_dim, scale
-        self.window, self.softcap, self.cos_sin = window, softcap, cos_sin
+        self.window, self.softcap, self.causal, self.cos_sin = window, softcap, causal, cos_sin
         self.invariant: dict[str, Any] | None = None
         self.q_norm, self.k_norm = q_norm, k_norm
 
@@ -82,6 +84,7 @@ class Attention:
             attention.query_start_loc,
             attention.seq_lens,
             scale=self.scale,
+            causal=self.causal,
             sliding_window=self.window,
             softcap=self.softcap,
             key_scale=key_scale,

@@ -62,6 +62,11 @@ def _opt(hidden: int, inter: int, layers: int, heads: int, **rest: Any) -> dict[
     return {"architectures": ["OPTForCausalLM"], **sizes, **same, **rest}
 
 
+def _encoder(architecture: str, vocab: int, *sizes: int, **rest: Any) -> dict[str, Any]:
+    hidden, inter, layers, heads = sizes
+    return _shape(architecture, vocab, hidden, inter, layers, heads, heads, hidden_act="gelu", **rest)
+
+
 DUMMY_SHAPES: dict[str, dict[str, Any]] = {
     "dummy:tiny": {  # with the byte tokenizer: ids below 256 are bytes
         **_shape("LlamaForCausalLM", 259, 128, 256, 2, 4, 2),
@@ -74,6 +79,13 @@ DUMMY_SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 257,
         "eos_token_id": 258,
     },
+    "dummy:minilm-l6": _encoder(
+        "BertModel", 30522, 384, 1536, 6, 12, max_position_embeddings=512, layer_norm_eps=1e-12, type_vocab_size=2
+    ),
+    "dummy:bge-m3": _encoder(
+        "XLMRobertaModel", 250002, 1024, 4096, 24, 16, max_position_embeddings=8194, layer_norm_eps=1e-5,
+        type_vocab_size=1, pad_token_id=1, bos_token_id=0, eos_token_id=2,
+    ),
     "dummy:smollm2-135m": _llama(
         49152, 576, 1536, 30, 9, 3, rope_theta=100000.0, max_position_embeddings=8192, tie_word_embeddings=True,
         bos_token_id=1, eos_token_id=2,
@@ -83,6 +95,9 @@ DUMMY_SHAPES: dict[str, dict[str, Any]] = {
     ),
     "dummy:llama-2-13b": _llama(
         32000, 5120, 13824, 40, 40, 40, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2
+    ),
+    "dummy:yi-34b": _llama(
+        64000, 7168, 20480, 60, 56, 8, rope_theta=5e6, max_position_embeddings=200000, bos_token_id=1, eos_token_id=2
     ),
     "dummy:llama3-8b": _llama3(4096, 14336, 32, 32, 8),
     "dummy:llama-3.1-8b": _llama3(4096, 14336, 32, 32, 8),

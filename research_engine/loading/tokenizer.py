@@ -25,8 +25,16 @@ CHATML = (
 )
 
 
+def _no_stream(skip_special_tokens: bool) -> DecodeStream:
+    raise ValueError("the tokenizer of an encoder makes no text token by token")
+
+
 class Tokenizer:
     """A tokenizer with its special tokens and, if it has one, its chat template.
+
+    Args:
+        streams: whether text is to be made token by token, which only some kinds of tokenizers can; without it
+            `decode_stream` raises ValueError.
 
     Attributes:
         vocab_size: ids the tokenizer knows, added tokens included; the model's vocabulary may be padded beyond it.
@@ -42,6 +50,7 @@ class Tokenizer:
         bos_token_id: int | None = None,
         eos_token_ids: Iterable[int] = (),
         chat_template: str | None = None,
+        streams: bool = True,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -56,7 +65,7 @@ class Tokenizer:
         }
         self._chat_template = None if chat_template is None else ChatTemplate(chat_template, tokens)
         self._adds_bos = bos_token_id is not None and self.encode("")[:1] == [bos_token_id]
-        self._new_stream = decode_stream_factory(backend)
+        self._new_stream = decode_stream_factory(backend) if streams else _no_stream
         self._token_bytes = token_bytes_of(backend)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -70,6 +79,21 @@ class Tokenizer:
         except TypeError as error:
             raise ValueError(f"{text!r} is no valid Unicode: {error}") from error
         return ids
+
+    def encode_batch(self, texts: Sequence[str], max_tokens: int | None = None) -> list[list[int]]:
+        """Token ids of texts, on all cores; a text of more than `max_tokens` is cut, its special tokens kept.
+
+        Raises:
+            ValueError: as `encode`.
+        """
+        if max_tokens is not None:
+            self._backend.enable_truncation(max_tokens)
+        try:
+            return [made.ids for made in self._backend.encode_batch_fast(list(texts))]
+        except TypeError as error:
+            raise ValueError(f"one of {len(texts)} texts is no valid Unicode: {error}") from error
+        finally:
+            self._backend.no_truncation()
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that form no character become U+FFFD, ids beyond the vocabulary nothing."""
@@ -115,12 +139,13 @@ class Tokenizer:
 
 
 def tokenizer_from_directory(
-    directory: Path, eos_token_ids: Sequence[int] = (), *, trust_remote_code: bool = False
+    directory: Path, eos_token_ids: Sequence[int] = (), *, trust_remote_code: bool = False, streams: bool = True
 ) -> Tokenizer:
     """Read ``tokenizer.json`` (or what transformers can turn into one), its configuration and chat template.
 
     ``eos_token_ids`` are the model's own; the tokenizer's end token is added to them. With ``trust_remote_code`` the
-    code that a repository brings for its tokenizer is run where there is no ``tokenizer.json``.
+    code that a repository brings for its tokenizer is run where there is no ``tokenizer.json``. ``streams`` is as
+    `Tokenizer` takes it.
 
     Raises:
         LoadError: there is no tokenizer, or a file of it is corrupt.
@@ -140,7 +165,7 @@ def tokenizer_from_directory(
         raise LoadError(f"{directory}: the tokenizer cannot be read: {error}") from error
     bos, eos = (_token_id(backend, config.get(key)) for key in ("bos_token", "eos_token"))
     ends = [*eos_token_ids, *([] if eos is None else [eos])]
-    return Tokenizer(backend, bos_token_id=bos, eos_token_ids=ends, chat_template=template)
+    return Tokenizer(backend, bos_token_id=bos, eos_token_ids=ends, chat_template=template, streams=streams)
 
 
 def _converted(directory: Path, trust_remote_code: bool) -> tokenizers.Tokenizer:

@@ -26,20 +26,7 @@ class TorchBinCheckpoint(ShardedCheckpoint):
     SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
     def _open_file(self, path: Path) -> Any:
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        except pickle.UnpicklingError as error:
-            wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
-            what = f"wants {wanted[1]}, which is not part of any weights" if wanted else "is no plain table of tensors"
-            raise LoadError(
-                f"{path}: refused: the pickle {what}; a pickle can run any code when it is read, so it is not read. "
-                "Get the model as safetensors"
-            ) from error
-        except Exception as error:  # torch raises RuntimeError, EOFError, struct's and zip's own errors alike
-            raise LoadError(f"{path}: truncated or corrupt: {error}") from error
-        if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-            raise LoadError(f"{path}: holds no table of tensors by name; a checkpoint of a training run is no model")
-        return state
+        return open_pickle(path)
 
     def _shapes_in(self, file: Any) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in file.items()}
@@ -47,3 +34,25 @@ class TorchBinCheckpoint(ShardedCheckpoint):
     def _tensor(self, file: Any, name: str) -> torch.Tensor:
         tensor: torch.Tensor = file[name]
         return tensor
+
+
+def open_pickle(path: Path) -> Mapping[str, torch.Tensor]:
+    """The tensors of one file by name, memory-mapped where its format allows.
+
+    Raises:
+        LoadError: truncated or corrupt, no table of tensors, or a pickle that wants to run code.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"wants {wanted[1]}, which is not part of any weights" if wanted else "is no plain table of tensors"
+        raise LoadError(
+            f"{path}: refused: the pickle {what}; a pickle can run any code when it is read, so it is not read. "
+            "Get the model as safetensors"
+        ) from error
+    except Exception as error:  # torch raises RuntimeError, EOFError, struct's and zip's own errors alike
+        raise LoadError(f"{path}: truncated or corrupt: {error}") from error
+    if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise LoadError(f"{path}: holds no table of tensors by name; a checkpoint of a training run is no model")
+    return state

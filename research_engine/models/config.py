@@ -1,4 +1,4 @@
-"""The shape and constants of a decoder, and in what its family differs from Llama; checked on construction."""
+"""The shape and constants of a transformer, and in what its family differs from Llama; checked on construction."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ _MOST = {  # of sizes; beyond any model, and small enough that products of two s
     "head_dim": 1 << 13,
     "max_position_embeddings": MAX_POSITIONS,
     "embedding_size": 1 << 20,
+    "num_token_types": 1 << 14,
     "num_experts": 1 << 14,
     "experts_per_token": 1 << 14,
     "expert_size": 1 << 22,
@@ -37,7 +38,7 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Everything a decoder is built from; the defaults are Llama's. Sizes count elements, ids tokens of the vocabulary.
+    """Everything a model is built from; the defaults are Llama's. Sizes count elements, ids tokens of the vocabulary.
 
     Args:
         intermediate_size: of a dense feed-forward layer.
@@ -60,6 +61,10 @@ class ModelConfig:
         embedding_scale: factor of the token embeddings.
         embedding_size: of the token embeddings where it is not hidden_size; a projection leads in and one out.
         position_offset: learned position embeddings, position p in row p + offset; None without.
+        num_token_types: rows of a second embedding, of which every token takes row 0 (BERT); embedding_norm: whether
+            the sum of all embeddings is normed.
+        causal: whether a token sees none after it; an encoder's tokens see all of their text.
+        head: whether there is an output projection; a model without one embeds and does not generate.
         num_experts: of a mixture-of-experts layer, 0 without; experts_per_token: how many a token takes;
             expert_size: intermediate size of an expert; normalize_experts: whether the shares of those taken sum to 1.
         dense_layers: layers with an ordinary feed-forward layer in a model with experts.
@@ -100,6 +105,10 @@ class ModelConfig:
     embedding_scale: float = 1.0
     embedding_size: int | None = None
     position_offset: int | None = None
+    num_token_types: int = 0
+    embedding_norm: bool = False
+    causal: bool = True
+    head: bool = True
     num_experts: int = 0
     experts_per_token: int = 0
     expert_size: int = 0
@@ -143,7 +152,7 @@ class ModelConfig:
         if name in _CHOICES and value not in _CHOICES[name]:
             raise ConfigError(f"{name} must be one of {', '.join(_CHOICES[name])}, got {value!r}")
         if name in _MOST and value is not None:
-            least = 0 if "expert" in name else 1
+            least = 0 if "expert" in name or name == "num_token_types" else 1
             if not _is_integer(value) or value < least:
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}")
             if value > _MOST[name]:
@@ -188,7 +197,8 @@ class ModelConfig:
         experts = self.num_experts * 3 * hidden * self.expert_size + self.num_experts * hidden
         num_sparse = sum(map(self.has_experts, range(self.num_layers)))
         embedded = self.embedding_size or hidden
-        total = self.vocab_size * embedded * (1 if self.tie_word_embeddings else 2)
+        total = self.vocab_size * embedded * (1 if self.tie_word_embeddings or not self.head else 2)
+        total += self.num_token_types * hidden + norm * self.embedding_norm
         total += 2 * embedded * hidden if self.embedding_size is not None else 0
         if self.position_offset is not None:
             total += (self.max_position_embeddings + self.position_offset) * hidden

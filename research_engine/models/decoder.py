@@ -1,8 +1,8 @@
-"""The one definition of a decoder: token embedding, layers of attention and feed-forward, output projection.
+"""The one definition of a transformer: token embedding, layers of attention and feed-forward, output projection.
 
 What a family does differently is data (`ModelConfig`), and so are the names of its tensors (`families.Names`).
 
-    x = embed(token)  [* scale] [+ position]
+    x = embed(token)  [* scale] [+ type] [+ position] [normed]
     pre        x += attention(norm(x));         x += mlp(norm(x));          logits of norm(x)
     sandwich   x += norm(attention(norm(x)));   x += norm(mlp(norm(x)));    logits of norm(x)
     post       x = norm(x + attention(x));      x = norm(x + mlp(x));       logits of x
@@ -73,6 +73,7 @@ class _Weights:
             scale=config.scale(layer),
             window=config.window(layer),
             softcap=config.attention_softcap,
+            causal=config.causal,
             cos_sin=cos_sin,
             q_norm=q_norm,
             k_norm=k_norm,
@@ -154,7 +155,7 @@ def _as_stored(
 
 
 class Decoder:
-    """A decoder whose weights are plain tensors: no autograd, no modules.
+    """A decoder, or an encoder as its configuration says, whose weights are plain tensors: no autograd, no modules.
 
     Life: construct (memory allocated, contents undefined), fill ``parameters()`` in place, ``prepare()`` once, then
     ``forward`` and ``compute_logits``.
@@ -193,10 +194,16 @@ class Decoder:
         if config.position_offset is not None:
             rows = config.max_position_embeddings + config.position_offset
             self.position_embedding = Embedding(weights.empty(rows, config.hidden_size))
+        self.token_type_embedding = None
+        if config.num_token_types:
+            self.token_type_embedding = Embedding(weights.empty(config.num_token_types, config.hidden_size))
+        self.embedding_norm = weights.norm() if config.embedding_norm else None
         self.layers = [Layer(weights, i, table) for i, table in enumerate(_rotary_tables(config, longest, self.device))]
         self.norm: Norm = weights.norm() if config.final_norm else NoNorm()
-        tied = config.tie_word_embeddings
-        self.lm_head = LMHead(self.embedding.weight if tied else torch.empty_like(self.embedding.weight))
+        self.lm_head: LMHead | None = None
+        if config.head:
+            tied = config.tie_word_embeddings
+            self.lm_head = LMHead(self.embedding.weight if tied else torch.empty_like(self.embedding.weight))
         self._norm_pairs = self._pair_norms()
 
     def _pair_norms(self) -> list[tuple[Norm, Norm]]:
@@ -212,11 +219,15 @@ class Decoder:
         modules = {names.prefix + names.embedding: {"weight": self.embedding.weight}}
         if self.position_embedding is not None:
             modules[names.prefix + names.positions] = {"weight": self.position_embedding.weight}
+        if self.token_type_embedding is not None:
+            modules[names.prefix + names.token_types] = {"weight": self.token_type_embedding.weight}
+        if self.embedding_norm is not None:
+            modules[names.prefix + names.embedding_norm] = self.embedding_norm.parameters()
         if self.project_in is not None and self.project_out is not None:
             modules[names.prefix + names.project_in] = self.project_in.parameters()
             modules[names.prefix + names.project_out] = self.project_out.parameters()
         modules[names.prefix + names.final_norm] = self.norm.parameters()
-        if not self.config.tie_word_embeddings:
+        if self.lm_head is not None and not self.config.tie_word_embeddings:
             modules[names.head] = self.lm_head.parameters()
         views = {f"{module}.{kind}": view for module, kinds in modules.items() for kind, view in kinds.items()}
         for i, layer in enumerate(self.layers):
@@ -241,7 +252,7 @@ class Decoder:
             plain = inverse_frequencies(Rope(self.config.rope.theta, self.config.rope.dim))
             layer = self.names.prefix + self.names.layer
             values = {f"{layer.format(i)}self_attn.rotary_emb.inv_freq": plain for i in range(self.config.num_layers)}
-        if self.config.tie_word_embeddings:
+        if self.config.head and self.config.tie_word_embeddings:
             values[f"{self.names.head}.weight"] = self.embedding.weight
         return values
 
@@ -305,13 +316,16 @@ class Decoder:
             embedded = self.project_in(embedded)
         if self._embedding_scale is not None:
             embedded *= self._embedding_scale
+        if self.token_type_embedding is not None:
+            embedded += self.token_type_embedding.weight[0]
         if self.position_embedding is not None:
             embedded += self.position_embedding(positions + (self.config.position_offset or 0))
-        return embedded
+        return embedded if self.embedding_norm is None else self.embedding_norm(embedded)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
         """Logits of the rows given: ``[S, H]`` -> float32 ``[S, V]``. Select the rows that sample before calling."""
+        assert self.lm_head is not None, f"{self.config.architecture} has no output projection"
         logits, cap = self.lm_head(hidden_SH), self.config.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

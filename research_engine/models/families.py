@@ -1,11 +1,13 @@
-"""The families of decoders: what each calls its tensors. What else tells them apart is in `hf_config`."""
+"""The families of decoders and encoders: what each calls its tensors. What else tells them apart is in `hf_config`."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from research_engine.models.errors import ConfigError
 
@@ -27,12 +29,13 @@ _LLAMA_PARTS = {
 
 @dataclass(frozen=True)
 class Names:
-    """What a checkpoint calls the tensors of a decoder.
+    """What a checkpoint calls the tensors of a model.
 
     Args:
         prefix: of every name but the head's; other_prefixes: what stands there in other checkpoints of the family,
             such as nothing in one saved from the bare model.
-        embedding, positions, final_norm, project_in, project_out: modules outside the layers, after the prefix.
+        embedding, positions, token_types, embedding_norm, final_norm, project_in, project_out: modules outside the
+            layers, after the prefix.
         layer: begin of a layer's names, after the prefix, with its number for ``{}``.
         parts: modules of a layer. ``qkv`` instead of ``q``, ``k``, ``v``, and ``gate_up`` instead of ``gate`` and
             ``up``, where the checkpoint holds them as one tensor. Names of experts have ``{}`` for the expert's number.
@@ -44,6 +47,8 @@ class Names:
     other_prefixes: tuple[str, ...] = ("",)
     embedding: str = "embed_tokens"
     positions: str = ""
+    token_types: str = ""
+    embedding_norm: str = ""
     final_norm: str = "norm"
     project_in: str = ""
     project_out: str = ""
@@ -64,8 +69,35 @@ _GEMMA_PARTS = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
 }
+_BERT: dict[str, Any] = {
+    "embedding": "embeddings.word_embeddings",
+    "positions": "embeddings.position_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "embedding_norm": "embeddings.LayerNorm",
+    "layer": "encoder.layer.{}.",
+    "parts": {
+        "attention_norm": "attention.output.LayerNorm",
+        "q": "attention.self.query",
+        "k": "attention.self.key",
+        "v": "attention.self.value",
+        "output": "attention.output.dense",
+        "mlp_norm": "output.LayerNorm",
+        "up": "intermediate.dense",
+        "down": "output.dense",
+    },
+}
 _LLAMA = Names()
 _GEMMA = Names(parts=_GEMMA_PARTS)
+
+BARE_DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
+"""Decoders that are also published without an output projection, as embedders."""
+
+
+def _encoder(prefix: str, heads: str) -> Names:
+    """BERT's names, which checkpoints with a head put after a prefix; what is for that head alone goes unused."""
+    unused = rf"({re.escape(prefix)})?(embeddings\.(position_ids|token_type_ids)|pooler\..*)|{heads}\..*"
+    return Names(prefix="", other_prefixes=(prefix,), unused=unused, **_BERT)
+
 
 FAMILIES: Mapping[str, Names] = MappingProxyType(
     {
@@ -138,6 +170,13 @@ FAMILIES: Mapping[str, Names] = MappingProxyType(
                 "expert_down": "mlp.experts.{}.down_proj",
             }
         ),
+        **{f"{name}Model": Names(unused=r"lm_head\..*") for name in BARE_DECODERS},
+        "BertModel": _encoder("bert.", "cls"),
+        "BertForMaskedLM": _encoder("bert.", "cls"),
+        "RobertaModel": _encoder("roberta.", "lm_head"),
+        "RobertaForMaskedLM": _encoder("roberta.", "lm_head"),
+        "XLMRobertaModel": _encoder("roberta.", "lm_head"),
+        "XLMRobertaForMaskedLM": _encoder("roberta.", "lm_head"),
     }
 )
 """By the name that config.json gives under ``architectures``."""

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config.json: what all decoders have, and a short function for what a family does differently."""
+"""Reads a Hugging Face config.json: what all models have, and a short function for what a family does differently."""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ def _llama(config: Mapping[str, Any], *, theta: float = 10000.0) -> dict[str, An
     """Keys that Llama and all that came after it share."""
     if (config.get("pretraining_tp") or 1) != 1:
         raise ConfigError(f"pretraining_tp must be 1, got {config['pretraining_tp']}")
+    refuse_others(config, "is_causal", (True, None), True)  # false in embedders that were made of a decoder
     hidden_size, num_heads = need(config, "hidden_size", int), need(config, "num_attention_heads", int)
     head_dim = config.get("head_dim")
     if head_dim is None:
@@ -247,7 +248,40 @@ def _opt(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _PLAIN = {"norm": "layer", "gated": False, "attention_bias": True, "output_bias": True, "mlp_bias": True}
-"""What GPT-2 and OPT share."""
+"""What GPT-2, OPT and BERT share."""
+
+
+def _bert(config: Mapping[str, Any], *, first_position: int = 0) -> dict[str, Any]:
+    """An encoder; `first_position`: row of the position embeddings that a text's first token takes."""
+    refuse_others(config, "position_embedding_type", ("absolute", None), "absolute")
+    for key in ("is_decoder", "add_cross_attention"):
+        refuse_others(config, key, (False, None), False)
+    hidden_size, num_heads = need(config, "hidden_size", int), need(config, "num_attention_heads", int)
+    return {
+        "vocab_size": need(config, "vocab_size", int),
+        "hidden_size": hidden_size,
+        "intermediate_size": need(config, "intermediate_size", int),
+        "num_layers": need(config, "num_hidden_layers", int),
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads,
+        "head_dim": head_dim_of(hidden_size, num_heads, "hidden_size", "num_attention_heads"),
+        "norm_eps": take(config, "layer_norm_eps", float, 1e-12),
+        "max_position_embeddings": need(config, "max_position_embeddings", int) - first_position,
+        "position_offset": first_position,
+        "num_token_types": need({"type_vocab_size": 2, **config}, "type_vocab_size", int),
+        "embedding_norm": True,
+        "activation": _activation(config, "hidden_act", "gelu"),
+        "norm_placement": "post",
+        "final_norm": False,
+        "causal": False,
+        "head": False,
+        **_PLAIN,
+    }
+
+
+def _roberta(config: Mapping[str, Any]) -> dict[str, Any]:
+    """RoBERTa and XLM-RoBERTa keep the rows up to the padding token's id free: positions begin after it."""
+    return _bert(config, first_position=take(config, "pad_token_id", int, 1) + 1)
 
 
 def _mixtral(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,6 +310,11 @@ def _qwen3_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _bare(reader: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Of a decoder that was published without its output projection."""
+    return lambda config: {**reader(config), "head": False}
+
+
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
@@ -289,4 +328,14 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "OPTForCausalLM": _opt,
     "MixtralForCausalLM": _mixtral,
     "Qwen3MoeForCausalLM": _qwen3_moe,
+    "LlamaModel": _bare(_llama),
+    "MistralModel": _bare(_mistral),
+    "Qwen2Model": _bare(_qwen2),
+    "Qwen3Model": _bare(_qwen3),
+    "BertModel": _bert,
+    "BertForMaskedLM": _bert,
+    "RobertaModel": _roberta,
+    "RobertaForMaskedLM": _roberta,
+    "XLMRobertaModel": _roberta,
+    "XLMRobertaForMaskedLM": _roberta,
 }

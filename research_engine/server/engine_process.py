@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,8 @@ class EngineLoop:
 
     def __init__(self, parts: EngineParts, records: LiveRecords, end: EngineEnd) -> None:
         self._engine = parts.engine
-        self._embed = parts.embed
+        self._embed, self._generates = parts.embed, parts.generates
+        self._to_embed: list[Embed] = []
         self._records = records
         self._end = end
         self._groups: dict[int, tuple[str, list[str]]] = {}  # key -> id of the prompt, ids of live continuations
@@ -91,6 +93,7 @@ class EngineLoop:
                 timeout = None
             for message in self._end.receive(timeout):
                 self._take(message)
+            self._embed_waiting()
             if engine.has_unfinished:
                 self._step()
 
@@ -103,9 +106,12 @@ class EngineLoop:
         elif isinstance(message, Abort):
             self._abort(message.key)
         else:
-            self._embed_prompts(message)
+            self._to_embed.append(message)
 
     def _add(self, message: Add) -> None:
+        if not self._generates:
+            self._end.send(Refused(message.key, "request", "this model embeds and does not generate"))
+            return
         age = max(0.0, time.perf_counter() - message.arrived)
         try:
             group = self._engine.add_request(
@@ -139,21 +145,34 @@ class EngineLoop:
             except EngineError as error:
                 log.error("aborting request %s: %s", request_id, error)
 
-    def _embed_prompts(self, message: Embed) -> None:
+    def _embed_waiting(self) -> None:
+        """Embed what has come, all at once; a prompt that is refused costs its own message alone."""
+        waiting, self._to_embed = self._to_embed, []
+        if waiting and not self._embed_together(waiting):
+            for message in waiting:
+                self._embed_together([message])
+
+    def _embed_together(self, messages: Sequence[Embed]) -> bool:
+        """Embed the prompts of messages in one call and answer; False where several failed and none was answered."""
         import numpy as np
 
         try:
             if self._embed is None:
                 raise ValueError("this model does not embed")
-            vectors = self._embed(message.prompts)
-        except ValueError as error:
-            self._end.send(Refused(message.key, "request", str(error)))
+            vectors = iter(self._embed([prompt for message in messages for prompt in message.prompts]))
         except Exception as error:
-            log.exception("embedding failed")
-            self._end.send(Refused(message.key, "engine", _told(error)))
-        else:
-            encoded = [np.asarray(vector, dtype="<f4").tobytes() for vector in vectors]
+            if len(messages) > 1:
+                return False
+            if isinstance(error, ValueError):
+                self._end.send(Refused(messages[0].key, "request", str(error)))
+            else:
+                log.exception("embedding failed")
+                self._end.send(Refused(messages[0].key, "engine", _told(error)))
+            return True
+        for message in messages:
+            encoded = [np.asarray(next(vectors), dtype="<f4").tobytes() for _ in message.prompts]
             self._end.send(Embedded(message.key, encoded, sum(map(len, message.prompts))))
+        return True
 
     # Out.
 
@@ -268,6 +287,9 @@ def main(source: EngineSource, sock: socket.socket, log_level: int = logging.INF
 
 def _ready(parts: EngineParts) -> Ready:
     config, clock = parts.engine.config, parts.engine.clock
-    facts = {**asdict(config), **parts.facts, "eos_token_ids": list(config.eos_token_ids)}
     zero = time.perf_counter() - clock.now()
-    return Ready(zero, os.getpid(), config.max_model_len, config.vocab_size, facts, embeds=parts.embed is not None)
+    longest = config.max_model_len - (not parts.generates)  # an embedding has no room for an output token
+    facts = {**asdict(config), **parts.facts, "eos_token_ids": list(config.eos_token_ids), "max_model_len": longest}
+    return Ready(
+        zero, os.getpid(), longest, config.vocab_size, facts, embeds=parts.embed is not None, generates=parts.generates
+    )

@@ -17,8 +17,8 @@ from research_engine.server.live_records import LiveRecords
 if TYPE_CHECKING:
     from research_engine.loading.tokenizer import Tokenizer
 
-Embedder = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[float]]]
-"""Prompts as token ids -> one vector each; raises ValueError for a prompt that it cannot embed."""
+EmbedPrompts = Callable[[Sequence[Sequence[int]]], Sequence[Any]]
+"""Prompts as token ids -> one vector each, numbers in a row; raises ValueError for a prompt that it cannot embed."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,13 @@ class EngineParts:
     Attributes:
         engine: generates; its records must be the LiveRecords that the builder was given.
         embed: embeds prompts, where the model does.
+        generates: whether the engine generates; one that does not refuses prompts to continue.
         facts: what was resolved, for the log and the written configuration.
     """
 
     engine: Engine
-    embed: Embedder | None = None
+    embed: EmbedPrompts | None = None
+    generates: bool = True
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -62,17 +64,21 @@ class EngineSource:
 
 
 def build_parts(options: EngineOptions, records: LiveRecords) -> EngineParts:
-    """A real engine.
+    """A real engine, and its embedder where that is the task.
 
     Raises:
         OptionError, LoadError, ValueError: as `research_engine.llm.build_engine`.
     """
+    from research_engine.embedding import Embedder, task_of
     from research_engine.llm import build_engine, load
 
     loaded = load(options)
     engine = build_engine(options, loaded, records=records)
     facts = {"device": str(loaded.model.device), "dtype": str(loaded.model.dtype).removeprefix("torch.")}
-    return EngineParts(engine, facts=facts)
+    if task_of(options, loaded.config) == "generate":
+        return EngineParts(engine, facts=facts)
+    embedder = Embedder(engine)
+    return EngineParts(engine, lambda prompts: [made.dense for made in embedder.embed(prompts)], False, facts)
 
 
 def load_tokenizer(options: EngineOptions) -> Tokenizer | None:

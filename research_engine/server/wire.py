@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import select
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any
@@ -167,8 +167,7 @@ class Progress(msgspec.Struct, array_like=True, tag="progress"):
 ToEngine = Add | Abort | Embed
 ToServer = Ready | Failed | Refused | Embedded | Progress
 _SAMPLING_DEFAULTS = {entry.name: getattr(SamplingParams(), entry.name) for entry in fields(SamplingParams)}
-_encoder = msgspec.msgpack.Encoder(enc_hook=lambda value: dict(value) if isinstance(value, Mapping) else list(value))
-"""Parameters hold mappings and sequences that cannot be changed; they cross as plain ones."""
+_encoder = msgspec.msgpack.Encoder(enc_hook=dict)  # a mapping that is no dict, such as a request's logit_bias
 
 
 def frame(message: ToEngine | ToServer) -> bytes:

@@ -6,10 +6,10 @@ import ast
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import cast
+from typing import get_args
 
 from research_engine.engine.contract import Scheduler
-from research_engine.engine.reservation import RESERVATIONS, Reservation
+from research_engine.engine.reservation import Reservation
 
 from .random_runs import RandomRun
 
@@ -31,8 +31,9 @@ def check_policy(make: Callable[[], Scheduler], *, seeds: Iterable[int] = range(
             rule of the plan, or not everybody ends. Names the seed and the reservation, to run it again.
     """
     facts: Counter[str] = Counter()
+    reservations = get_args(Reservation)
     for index, seed in enumerate(seeds):
-        reservation = cast(Reservation, RESERVATIONS[index % len(RESERVATIONS)])
+        reservation: Reservation = reservations[index % len(reservations)]
         run = RandomRun(seed, lambda rng: make(), reservation=reservation)
         try:
             run.finish()
@@ -47,10 +48,10 @@ def reads_a_clock(path: Path) -> list[str]:
     """Lines of a policy's file that import a clock; `view.now` is its time, or a run cannot be simulated."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not isinstance(node, (ast.Import, ast.ImportFrom)):
-            continue
-        named = isinstance(node, ast.Import)
-        modules = [alias.name for alias in node.names] if named else [getattr(node, "module", None) or ""]
-        clocks = [module for module in modules if module.split(".")[0] in CLOCKS]
-        found += [f"{path.name}, line {node.lineno}: imports {module}" for module in clocks]
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            modules = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                modules = [node.module or ""]
+            clocks = [module for module in modules if module.split(".")[0] in CLOCKS]
+            found += [f"{path.name}, line {node.lineno}: imports {module}" for module in clocks]
     return found

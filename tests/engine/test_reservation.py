@@ -41,6 +41,15 @@ def test_the_papers_example_of_25_output_tokens(reservation, expected):
     assert slots(reservation, a_request(prompt=10, most=25), 10) == expected
 
 
+@pytest.mark.parametrize(("reservation", "expected"), [("buddy_pow2", 64), ("buddy_oracle", 64)])
+def test_a_buddy_allocators_chunk_is_a_power_of_two_of_slots(reservation, expected):
+    """42 and 34 slots are wanted; blocks of 3 slots hold no power of two, so the last one is a little longer."""
+    assert slots(reservation, a_request(prompt=10, most=25), 10) == expected
+    assert slots(reservation, a_request(prompt=10, most=25), 10, block_size=4) == expected / 4
+    assert slots(reservation, a_request(prompt=10, most=25), 10, block_size=3) == 22
+    assert slots(reservation, a_request(prompt=10, most=25), 10, num_blocks=50) == 50  # never more than there are
+
+
 def test_a_forced_length_is_known_whatever_was_predicted():
     assert known_output_tokens(a_request(most=25, predicted=3)) == 25
     assert known_output_tokens(a_request(most=25, predicted=3, stop_ids=[7])) == 3

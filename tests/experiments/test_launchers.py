@@ -152,7 +152,7 @@ def test_a_mistake_that_a_process_finds_is_told_as_one(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_local_ray_with_two_workers_gives_what_one_process_gives(file: Path, tmp_path: Path) -> None:
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed: pip install 'research_engine[ray]'")
@@ -169,7 +169,7 @@ def test_a_local_ray_with_two_workers_gives_what_one_process_gives(file: Path, t
     assert contents(tmp_path / "ray") == in_this_process(file, tmp_path / "one")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("cluster", ["debug", "local"])
 def test_a_slurm_array_gives_what_one_process_gives(cluster: str, file: Path, tmp_path: Path) -> None:
     if importlib.util.find_spec("submitit") is None:

@@ -208,6 +208,63 @@ def test_k20_fixed_splits_make_a_row_independent_of_its_batch(
     assert torch.equal(actual[rows], expected)
 
 
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn])
+def test_k20_a_row_keeps_its_bits_in_batches_of_1_to_512(device: str, cache_dtype: torch.dtype | None) -> None:
+    def of_size(size: int) -> torch.Tensor:
+        lengths = [(1, 9 + 37 * i % 120) for i in range(size - 1)]
+        batch = make_batch(
+            [*lengths, (1, 170)], num_kv_heads=1, group=4, dtype=torch.bfloat16, cache_dtype=cache_dtype,
+            device=device, seed=size, padding_rows=size % 3,
+        )  # fmt: skip
+        batch.query[size - 1] = alone.query[0]
+        for column in range(-(-170 // 16)):  # the same keys and values, in other blocks
+            here, there = batch.block_tables[-1, column], alone.block_tables[0, column]
+            batch.key_cache[here], batch.value_cache[here] = alone.key_cache[there], alone.value_cache[there]
+        return run(batch, scale=0.125, split_size=64)[0][size - 1]
+
+    alone = make_batch(
+        [(1, 170)], num_kv_heads=1, group=4, dtype=torch.bfloat16, cache_dtype=cache_dtype, device=device, seed=5
+    )
+    expected = run(alone, scale=0.125, split_size=64)[0][0]
+    for size in (1, 2, 3, 17, 128, 512):
+        assert torch.equal(of_size(size), expected), f"batch of {size}"
+
+
+@pytest.mark.gpu
+def test_k18_a_captured_call_replays_from_1k_to_100k(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("needs a CUDA device")
+    lengths = [(1, 100_000), (1, 1_000), (1, 40_000), (1, 1)]
+    batch = make_batch(lengths, head_size=128, dtype=torch.bfloat16, device=device)
+    bounds = {"max_query_len": 1, "max_seq_len": 100_000}
+    size = kernels.paged_attention_workspace(batch.query, batch.key_cache, batch.block_tables, **bounds)
+    workspace, out = torch.zeros(size, device=device), torch.empty_like(batch.query)
+    whole = batch.seq_lens.clone()
+    batch.seq_lens.fill_(1)
+    options = {"scale": 128**-0.5, "workspace": workspace, "out": out, **bounds}
+    kernels.paged_attention(*batch.tensors(), **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.paged_attention(*batch.tensors(), **options)
+    for share in (0.01, 0.3, 1.0):
+        batch.seq_lens.copy_((whole * share).ceil())
+        out.fill_(torch.nan)
+        graph.replay()
+        expected = kernels.reference.paged_attention(*batch.tensors(), scale=128**-0.5)
+        torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+        assert (workspace[:1024] == 0).all(), "a counter was left behind"
+
+
+@pytest.mark.gpu
+def test_k24_tensors_on_another_device_than_the_current_one(device: str) -> None:
+    if device == "cpu" or torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    with torch.cuda.device(0):
+        for path in FORCED["cuda"]:
+            check(make_batch([(1, 70), (9, 33)], device="cuda:1"), path=path)
+        assert torch.cuda.current_device() == 0
+
+
 def test_k11_more_rows_than_a_small_grid_dimension(device: str) -> None:
     rows = 65_537
     values = torch.randn(4, 1, 1, 8, device=device)

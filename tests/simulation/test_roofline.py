@@ -109,7 +109,7 @@ def test_prefill_on_an_h200_is_near_that_of_vllm(tokens, milliseconds):
     assert cost.seconds(batch_of((tokens, 0))) * 1e3 == pytest.approx(milliseconds, rel=0.15)
 
 
-@pytest.mark.parametrize("name", ["a100", "h100", "h200", "l40s", "rtx4090"])
+@pytest.mark.parametrize("name", ["a100", "a100-40gb", "h100", "h200", "l40s", "rtx4090"])
 def test_every_number_of_a_sheet_has_its_source(name):
     assert name in available_sheets()
     load_sheet(name)  # refuses a field without one

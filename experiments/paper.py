@@ -1,0 +1,96 @@
+"""What a reproduction adds to an experiment: the paper's figures and their source, its claims, and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import Field, field_validator
+
+from experiments.settings import Settings, nearest_first
+
+SUSTAINED = "sustained"
+"""The name under which a claim or a column asks for what `Sustained` finds."""
+
+
+def known_metric(name: str) -> str:
+    """Raises ValueError for what is no metric of tables."""
+    from experiments.analysis.metrics import METRICS
+
+    if name != SUSTAINED and name not in METRICS:
+        raise ValueError(f"no metric {name!r}; {nearest_first(name, [*METRICS, SUSTAINED])}")
+    return name
+
+
+class Sustained(Settings):
+    """The highest load at which a metric keeps a limit, on the straight line between the loads that were run.
+
+    Args:
+        metric: that grows with the load.
+        limit: in the metric's unit.
+        over: the factor that is the load; a number at every level.
+    """
+
+    metric: str
+    limit: float
+    over: str
+
+    _known = field_validator("metric")(known_metric)
+
+
+class Column(Settings):
+    """One column of the paper's table.
+
+    Args:
+        metric: out of the metrics of tables, or `sustained`.
+        label: as the paper calls it; None takes the metric's own.
+        digits: after the point; None takes the metric's.
+        paper: cell -> the paper's figure, in the metric's unit. Cells that the paper has no figure for are left out.
+    """
+
+    metric: str
+    label: str | None = None
+    digits: int | None = Field(default=None, ge=0)
+    paper: Mapping[str, float] = Field(default_factory=dict)
+
+    _known = field_validator("metric")(known_metric)
+
+
+class Claim(Settings):
+    """An order that the paper finds, and that our figures have or have not.
+
+    Args:
+        text: in words.
+        metric: as in `Column`.
+        rising: cells by rising value, each strictly above the one before.
+        factor: each at least this many times the one before.
+    """
+
+    text: str
+    metric: str
+    rising: tuple[str, ...] = Field(min_length=2)
+    factor: float = Field(default=1.0, ge=1)
+
+    _known = field_validator("metric")(known_metric)
+
+
+class Paper(Settings):
+    """A table of a paper, and what is claimed of it.
+
+    Args:
+        source: authors, title, place, number of the figure or table.
+        columns: left to right; rows are the cells, or, of `sustained`, what is left of them without the load.
+        claims: what must hold for the figures to say the same as the paper's.
+        sustained: how the metric `sustained` is found.
+        differs: what is not as in the paper, in sentences.
+    """
+
+    source: str
+    columns: tuple[Column, ...] = Field(min_length=1)
+    claims: tuple[Claim, ...] = Field(min_length=1)
+    sustained: Sustained | None = None
+    differs: str
+
+    @property
+    def metrics(self) -> set[str]:
+        """All that columns and claims ask for."""
+        return {column.metric for column in self.columns} | {claim.metric for claim in self.claims}

@@ -1,0 +1,1 @@
+"""Reproductions of published tables and figures (docs/reproductions.md)."""

@@ -1,0 +1,35 @@
+"""Reproductions that run no engine: their tables follow from published data or from lengths alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.analysis.paper_table import Computed
+from experiments.config import ConfigError
+from experiments.papers import pagedattention_fig_15, vtc_table_2
+
+COMPUTED: dict[str, tuple[str, Computed]] = {
+    "papers/pagedattention_fig_15": (pagedattention_fig_15.DESCRIPTION, pagedattention_fig_15.table),
+    "papers/vtc_table_2": (vtc_table_2.DESCRIPTION, vtc_table_2.table),
+}
+"""Name -> description, and what makes the table."""
+
+
+def run_computed(name: str, words: Sequence[str], out: Path) -> int:
+    """Make a table, print it, and write it to `out`.
+
+    Args:
+        name: out of COMPUTED.
+        words: key=value words; there is nothing to set.
+        out: a directory.
+
+    Raises:
+        ConfigError: a word was given, or data that the table is made of is not there.
+    """
+    if words:
+        raise ConfigError(f"{name}: {words[0]!r}: it follows from data and a formula and has no settings")
+    table = COMPUTED[name][1]()
+    table.write(out)
+    print(table.markdown())
+    return 0

@@ -1,0 +1,187 @@
+"""Reproductions: tables are made of runs, claims judged by figures, and what can be computed is the paper's."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from experiments.analysis.paper_table import FILE, highest_within, order_of
+from experiments.analysis.report import write_report
+from experiments.config import ConfigError, available, load_experiment
+from experiments.papers import pagedattention_fig_15, vtc_table_2
+from experiments.papers.computed import COMPUTED
+from experiments.papers.sarathi_chunks_only import ChunksOnly
+from experiments.run import main
+from experiments.runner import run_experiment
+from experiments.simulated_backend import SimulatedBackend
+from research_engine import SamplingParams
+from research_engine.engine.config import EngineConfig
+from research_engine.engine.driver import Arrival, replay
+from research_engine.loading.dummy import DUMMY_MODELS
+from research_engine.simulation.build import simulated_engine
+from research_engine.simulation.gpu_sheet import load_sheet
+from research_engine.simulation.roofline import RooflineCost
+
+PAPERS = sorted(name for name in available() if name.startswith("papers/"))
+TRACES = os.environ.get("RESEARCH_ENGINE_TRACES")
+
+
+def paper_of(name: str, tmp_path: Path, *words: str) -> str:
+    """Run it in this process, without plots; its paper.md."""
+    experiment, cells = load_experiment(name, [*words, "outputs.plots=[]"])
+    run_experiment(experiment, cells, tmp_path / "run", backend=SimulatedBackend(), console=Console(quiet=True))
+    write_report(tmp_path / "run")
+    return (tmp_path / "run" / FILE).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_claims_and_the_papers_figures_are_of_rows_that_there_are(name: str) -> None:
+    experiment, cells = load_experiment(name)
+    paper = experiment.paper
+    assert paper is not None
+    whole = {cell.label for cell in cells}
+    loads = {
+        ", ".join(label for factor, label in cell.levels.items() if factor != paper.sustained.over)
+        for cell in cells
+        if paper.sustained is not None
+    }
+    for metric, names in [(c.metric, c.paper) for c in paper.columns] + [(c.metric, c.rising) for c in paper.claims]:
+        assert set(names) <= (loads if metric == "sustained" else whole)
+
+
+def test_a_small_run_makes_the_papers_table_and_keeps_its_order(tmp_path: Path) -> None:
+    text = paper_of("papers/pagedattention_fig_2", tmp_path, "workload.num_requests=40", "workload.arrivals.rate=12")
+    assert "| Orca (Max) | 20.4 |" in text
+    assert "| the more is known of lengths the more memory holds tokens | holds |" in text
+    assert "cannot be told" not in text
+
+
+def test_a_claim_of_cells_that_did_not_run_cannot_be_told(tmp_path: Path) -> None:
+    config = tmp_path / "own.yaml"
+    config.write_text(
+        """
+base: {model: "dummy:tiny", executor: simulated, gpu: h200, num_blocks: 100,
+       workload: {num_requests: 4, lengths: {source: fixed, prompt: 8, output: 4}}}
+factors: {scheduler: [fcfs, sjf]}
+paper:
+  source: nobody's
+  columns: [{metric: completed, paper: {fcfs: 7}}]
+  claims: [{text: these are alike, metric: completed, rising: [fcfs, sjf]},
+           {text: nobody ran it, metric: completed, rising: [fcfs, orca]}]
+  differs: all of it
+"""
+    )
+    text = paper_of(str(config), tmp_path)
+    assert "| fcfs | 7 | 4 |\n| sjf | - | 4 |" in text
+    assert "| these are alike | does not hold | fcfs 4, sjf 4 |" in text
+    assert "| nobody ran it | cannot be told |" in text
+
+
+@pytest.mark.parametrize(
+    ("paper", "message"),
+    [
+        ("{columns: [{metric: batchsize}]}", "batch_size"),
+        ("{columns: [{metric: sustained}]}", "does not say of what"),
+        (
+            "{sustained: {metric: itl_p99, limit: 1, over: rate}}",
+            "no factor 'rate'; valid ones, nearest first: scheduler",
+        ),
+    ],
+)
+def test_a_mistake_in_a_paper_is_told(paper: str, message: str, tmp_path: Path) -> None:
+    config = tmp_path / "own.yaml"
+    rest = "source: x, differs: y, claims: [{text: z, metric: completed, rising: [fcfs, sjf]}]"
+    columns = "" if "columns" in paper else ", columns: [{metric: completed}]"
+    config.write_text(f"factors: {{scheduler: [fcfs, sjf]}}\npaper: {{{paper[1:-1]}, {rest}{columns}}}\n")
+    with pytest.raises(ConfigError, match=message.replace("(", "\\(")):
+        load_experiment(str(config))
+
+
+def test_the_load_within_a_limit_lies_between_those_that_were_run() -> None:
+    assert highest_within([(1, 10), (2, 20), (4, 40)], 30) == 3
+    assert highest_within([(1, 10), (2, 20)], 10) == 1
+    for curve, limit in [([(1, 10), (2, 20)], 30), ([(1, 10), (2, 20)], 5), ([(1, math.nan), (2, 20)], 15)]:
+        assert math.isnan(highest_within(curve, limit))
+
+
+def test_an_order_holds_when_every_step_does() -> None:
+    assert order_of("", ["a", "b", "c"], [1, 2, 4], 0, factor=2).holds is True
+    assert order_of("", ["a", "b", "c"], [1, 2, 3], 0, factor=2).holds is False
+    assert order_of("", ["a", "b"], [1, 1], 0).holds is False
+    assert order_of("", ["a", "b"], [1, math.nan], 0).holds is None
+
+
+@pytest.mark.parametrize("samples", [1, 2, 6])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_savings_count_blocks_token_by_token(samples: int, block_size: int) -> None:
+    prompts, outputs = [3, 16, 40], [20, 1, 7]
+    saved = whole = 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        for token in range(1, output + 1):
+            alone = samples * math.ceil((prompt + token) / block_size)
+            full = prompt // block_size
+            whole += alone
+            saved += alone - (full + samples * (math.ceil((prompt + token) / block_size) - full))
+    assert pagedattention_fig_15.saving(prompts, outputs, samples, block_size) == pytest.approx(saved / whole)
+
+
+def test_lengths_of_fig_15_have_the_papers_means() -> None:
+    for name, (prompts, outputs) in pagedattention_fig_15._lengths():
+        prompt, output = {"Alpaca": (19.31, 58.45), "ShareGPT": (161.31, 337.99)}[name]
+        assert math.fsum(prompts) / len(prompts) == pytest.approx(prompt, rel=0.03)
+        assert math.fsum(outputs) / len(outputs) == pytest.approx(output, rel=0.03)
+
+
+def test_parallel_samples_save_about_what_the_paper_measured(tmp_path: Path) -> None:
+    assert main(["papers/pagedattention_fig_15", "--out", str(tmp_path)]) == 0
+    text = (tmp_path / FILE).read_text(encoding="utf-8")
+    assert text.count("| holds |") == 5
+    (row,) = [line for line in text.splitlines() if line.startswith("| Alpaca ")]
+    figures = [float(cell) for cell in row.split("|")[2:-1]]
+    assert figures[1::2] == pytest.approx(figures[::2], rel=0.15)
+
+
+@pytest.mark.skipif(TRACES is None, reason="RESEARCH_ENGINE_TRACES does not name the directory of public traces")
+def test_vtc_table_2_is_the_papers_to_the_last_digit() -> None:
+    table = vtc_table_2.table()
+    assert all(paper == ours for pairs in table.rows.values() for paper, ours in pairs)
+    assert all(verdict.holds for verdict in table.verdicts)
+
+
+def test_without_its_data_a_computed_table_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RESEARCH_ENGINE_TRACES", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert main(["papers/vtc_table_2", "--out", str(tmp_path / "run")]) == 2
+    assert "no file 'vtc_real_FCFS.jsonl'; --traces DIR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(COMPUTED))
+def test_a_computed_table_has_no_settings(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "seeds=[1]", "--out", str(tmp_path)]) == 2
+    assert "has no settings" in capsys.readouterr().err
+
+
+def test_chunks_only_never_mixes_and_lets_decodes_go_after_every_chunk() -> None:
+    cost = RooflineCost(DUMMY_MODELS["dummy:llama3-8b"].config, load_sheet("h200"))
+    engine = simulated_engine(EngineConfig(num_blocks=1000, max_num_batched_tokens=64), ChunksOnly(), cost)
+    forced = SamplingParams(max_tokens=20, ignore_eos=True)
+    replay(engine, [Arrival(0.001 * i, str(i), range(200), forced) for i in range(8)])
+    assert all(record.output_tokens == 20 for record in engine.records.requests)
+    decoding: set[str] = set()
+    chunks_before = False
+    for step in engine.records.steps:
+        is_decode = [start >= 200 for start in step.starts]
+        assert all(is_decode) or not any(is_decode)
+        assert all(is_decode) or not (chunks_before and decoding)
+        chunks_before = not all(is_decode)
+        for name, start, drew in zip(step.request_ids, step.starts, step.drew, strict=True):
+            if drew and start < 200:
+                decoding.add(name)
+            elif start + 1 == 200 + 19:
+                decoding.discard(name)
