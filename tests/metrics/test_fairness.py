@@ -30,7 +30,7 @@ TRACES = os.environ.get("RESEARCH_ENGINE_TRACES")
 def test_the_vtc_papers_table_2_comes_out_of_its_published_results(
     policy: str, largest: float, mean: float, variance: float
 ) -> None:
-    """323.82 for LCF, by the artifact's own formula; 323.89, which is quoted as well, fits none of its windows."""
+    """323.82 for LCF, by the artifact's own formula; 323.89 is quoted as well, but the published log has it not."""
     services = read_vtc_responses(Path(str(TRACES)) / f"vtc_real_{policy}.jsonl")
     assert len({service.client for service in services}) == 27
     difference = metrics.service_difference(services, window=60.0, start=0.0, end=600.0)

@@ -94,6 +94,7 @@ def test_max_tokens_is_cut_to_what_the_context_leaves(server: LiveServer) -> Non
 
 
 def test_echo_without_new_tokens_scores_the_prompt(server: LiveServer) -> None:
+    """V5 and S20: the first token has no log-probability, and the texts line up."""
     answer = server.complete(prompt="score me", max_tokens=0, echo=True, logprobs=2)
     (choice,) = answer["choices"]
     logprobs = choice["logprobs"]
