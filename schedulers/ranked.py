@@ -26,6 +26,7 @@ class RankedScheduler(PolicyScheduler):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.queue = KeptQueue(self.rank)
+        self._ranks: dict[Request, Rank] = {}  # of the step's running requests
 
     def rank(self, request: Request) -> Rank:
         """Smaller is served first; unique, so end it with `request.index`."""
@@ -34,6 +35,7 @@ class RankedScheduler(PolicyScheduler):
     def order(self, view: EngineView) -> Iterable[Request]:
         running = view.running
         ranks = [self.rank(request) for request in running]
+        self._ranks = dict(zip(running, ranks, strict=True))
         sequence = sorted(range(len(running)), key=ranks.__getitem__)
         at, end = 0, len(running)
         for rank, request in self.waiting(view):
@@ -51,8 +53,12 @@ class RankedScheduler(PolicyScheduler):
         return self.queue.waiting()
 
     def yielding(self, candidates: Sequence[Request], needy: Request, view: EngineView) -> Sequence[Request]:
-        rank = self.rank(needy)
-        return [request for request in candidates if self.rank(request) > rank]
+        return self.ranked_after(self.rank(needy), candidates)
+
+    def ranked_after(self, rank: Rank, running: Sequence[Request]) -> Sequence[Request]:
+        """Of running requests, those that rank after this."""
+        known = self._ranks
+        return [request for request in running if (known.get(request) or self.rank(request)) > rank]
 
     def own_victim(self, candidates: Sequence[Request], view: EngineView) -> Request:
         return max(candidates, key=self.rank)

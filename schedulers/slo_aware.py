@@ -57,8 +57,7 @@ class SLOAware(RankedScheduler):
         return {"slack": self.due(request) - view.now, "due": self.due(request)}
 
     def yielding(self, candidates: Sequence[Request], needy: Request, view: EngineView) -> Sequence[Request]:
-        after = super().yielding(candidates, needy, view)
-        if needy.is_running:
-            return after
-        latest = self.due(needy) + self.lead
-        return [request for request in after if self.due(request) >= latest]
+        due, index = self.rank(needy)
+        if self.lead and not needy.is_running:
+            due, index = due + self.lead, -1
+        return self.ranked_after((due, index), candidates)
