@@ -11,7 +11,7 @@ from research_engine.engine.contract import UNKNOWN_TOKEN, Batch, Pending, StepR
 from research_engine.engine.decision_log import DecisionLog
 from research_engine.engine.sampling_params import SamplingParams
 
-from .shadow import ShadowExecutor, assert_empty, drain, draw, expected, greedy, make_engine
+from .shadow import ShadowExecutor, assert_empty, drain, expected, greedy, make_engine
 
 
 class Device(ShadowExecutor):
@@ -145,4 +145,4 @@ def test_a_preempted_request_gets_the_token_that_was_under_way():
     drain(engine)
     assert sum(request.num_preemptions for request in requests) > 0
     assert [request.output_token_ids for request in requests] == [expected(request)[0] for request in requests]
-    assert draw(0, 0) >= 0 and UNKNOWN_TOKEN not in requests[0].token_ids + requests[1].token_ids
+    assert all(UNKNOWN_TOKEN not in request.token_ids for request in requests)
