@@ -9,7 +9,7 @@
 // Roofline   memory: 2 T H elements moved by rms_norm, 4 T H by the fused form, against some 4 T H float operations.
 // Reached    not measured yet.
 #include "../common/cuda_dtype.h"
-#include "../common/cuda_launch.h"
+#include "launch.cuh"
 
 namespace research_engine::cuda {
 namespace {
@@ -26,16 +26,27 @@ __device__ float block_sum(float value, float* partial) {
 }
 
 // `residual` is null in the plain form; in the fused form `out` is x itself.
+template <typename T> struct NormParams {
+  const T* x;
+  int64_t x_stride;
+  T* residual;
+  int64_t residual_stride;
+  const T* weight;
+  T* out;
+  int64_t out_stride;
+  int hidden_size;
+  float eps, weight_offset;
+};
+
 template <typename T, int kStep>
-__global__ void __launch_bounds__(1024) rms_norm_kernel(const T* x, int64_t x_stride, T* residual,
-                                                        int64_t residual_stride, const T* weight, T* out,
-                                                        int64_t out_stride, int hidden_size, float eps,
-                                                        float weight_offset) {
+__global__ void __launch_bounds__(1024) rms_norm_kernel(const __grid_constant__ AfterPredecessor<NormParams<T>> after) {
+  const NormParams<T>& p = after.wait();
   __shared__ float partial[32];
   const int64_t row = blockIdx.x;
-  x += row * x_stride;
-  out += row * out_stride;
-  if (residual != nullptr) residual += row * residual_stride;
+  const int hidden_size = p.hidden_size;
+  const T *x = p.x + row * p.x_stride, *weight = p.weight;
+  T* out = p.out + row * p.out_stride;
+  T* residual = p.residual != nullptr ? p.residual + row * p.residual_stride : nullptr;
   const T* normed = residual != nullptr ? residual : x;
 
   float sum = 0;
@@ -56,7 +67,7 @@ __global__ void __launch_bounds__(1024) rms_norm_kernel(const T* x, int64_t x_st
 #pragma unroll
     for (int e = 0; e < kStep; ++e) sum += values[e] * values[e];
   }
-  const float factor = 1.0f / sqrtf(block_sum(sum, partial) / hidden_size + eps);
+  const float factor = 1.0f / sqrtf(block_sum(sum, partial) / hidden_size + p.eps);
 
   // Each thread reads back the elements that it wrote itself, so that no further barrier is needed.
   for (int i = threadIdx.x * kStep; i < hidden_size; i += blockDim.x * kStep) {
@@ -65,10 +76,10 @@ __global__ void __launch_bounds__(1024) rms_norm_kernel(const T* x, int64_t x_st
       unpack<T>(*reinterpret_cast<const uint4*>(normed + i), values);
       unpack<T>(*reinterpret_cast<const uint4*>(weight + i), weights);
 #pragma unroll
-      for (int e = 0; e < kStep; ++e) values[e] = values[e] * factor * (weights[e] + weight_offset);
+      for (int e = 0; e < kStep; ++e) values[e] = values[e] * factor * (weights[e] + p.weight_offset);
       *reinterpret_cast<uint4*>(out + i) = pack<T>(values);
     } else {
-      out[i] = from_float<T>(to_float(normed[i]) * factor * (to_float(weight[i]) + weight_offset));
+      out[i] = from_float<T>(to_float(normed[i]) * factor * (to_float(weight[i]) + p.weight_offset));
     }
   }
 }
@@ -87,9 +98,10 @@ void norm(const char* op, TensorView x, TensorView residual, TensorView weight, 
     const int64_t warps = ceil_div(ceil_div(steps, 32), 4);  // four steps a thread, until 1,024 threads are reached
     const unsigned threads = static_cast<unsigned>(32 * (warps < 32 ? warps : 32));
     const auto kernel = vectors ? rms_norm_kernel<T, kWidth<T>> : rms_norm_kernel<T, 1>;
-    launch(op, kernel, rows, threads, 0, stream, x.ptr<const T>(), x.strides[0], residual.ptr<T>(),
-           residual.strides[0], weight.ptr<const T>(), out.ptr<T>(), out.strides[0], static_cast<int>(hidden_size), eps,
-           weight_offset);
+    const NormParams<T> params{x.ptr<const T>(), x.strides[0],   residual.ptr<T>(),
+                               residual.strides[0], weight.ptr<const T>(), out.ptr<T>(), out.strides[0],
+                               static_cast<int>(hidden_size), eps, weight_offset};
+    launch_after(op, kernel, {rows, threads}, stream, params);
   });
 }
 
