@@ -472,8 +472,8 @@ template <typename C, int kD, int kRows> int64_t clusters_of(int size) {
 template <typename C, int kD, int kRows> void launch_for_rows(AttentionParams p, int64_t blocks, Stream stream) {
   LaunchShape shape{blocks, kThreads, MmaShape<C, kD, kRows>::kSharedBytes};
   const int64_t lines = p.num_rows * head_groups(p.num_kv_heads, p.group_size, kD);
-  p.cluster = p.split_size == 0 && lines <= blocks ? 1 : 0;
-  for (int size = kMostCluster; size > 1 && p.cluster == 1; size /= 2) {
+  p.cluster = p.split_size == 0 && lines <= blocks && p.line_slack >= 0 ? 1 : 0;
+  for (int size = p.most_cluster; size > 1 && p.cluster == 1; size /= 2) {
     if (lines * size > blocks) continue;
     const int64_t clusters = std::min(clusters_of<C, kD, kRows>(size), blocks / size);
     if (lines > clusters) continue;
