@@ -54,7 +54,7 @@ void launch_decode_mma(const PagedAttention& args, AttentionParams params, Strea
     return value != nullptr ? std::atoi(value) : otherwise;
   };
   params.kv_policy = option("RESEARCH_ENGINE_DECODE_POLICY", 1);
-  params.line_slack = option("RESEARCH_ENGINE_DECODE_SLACK", 4);
+  params.cluster_slack = option("RESEARCH_ENGINE_DECODE_SLACK", 4);
   params.most_cluster = option("RESEARCH_ENGINE_DECODE_CLUSTER", kMostCluster);
   if (!option("RESEARCH_ENGINE_DECODE_PREFETCH", 1)) params.table_entries = INT64_MAX;
   const bool cut_by_load = sizes.unit_keys == kStep && args.split_size == 0;
