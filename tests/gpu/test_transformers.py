@@ -19,9 +19,6 @@ pytestmark = pytest.mark.gpu
 NUM_TOKENS = 24
 # of logits of 16 or so, where one step of the type is 0.125 and 0.016
 NEAR = {torch.bfloat16: 0.25, torch.float16: 0.05}
-    torch.bfloat16: 0.25,
-    torch.float16: 0.05,
-}  # of logits of 16 or so, where one step of the type is 0.125 and 0.016
 
 
 @pytest.fixture(autouse=True)
