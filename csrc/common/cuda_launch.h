@@ -38,15 +38,20 @@ class DeviceGuard {
   bool restore_ = false;
 };
 
-// Launches on the caller's stream. Only gridDim.x is used: y and z end at 65,535, x at 2^31 - 1.
-template <typename... Parameters, typename... Arguments>
-void launch(const char* op, void (*kernel)(Parameters...), int64_t blocks, dim3 threads, int64_t shared_bytes,
-            Stream stream, const Arguments&... arguments) {
-  if (blocks <= 0) return;
+// False when there is nothing to launch. Only gridDim.x is used: y and z end at 65,535, x at 2^31 - 1.
+inline bool check_grid(const char* op, int64_t blocks) {
   if (blocks > INT32_MAX) {
     throw std::runtime_error(std::string(op) + ": " + std::to_string(blocks) +
                              " thread blocks exceed the limit of 2147483647 in one launch; split the batch");
   }
+  return blocks > 0;
+}
+
+// Launches on the caller's stream, to start when all before has ended; see ../cuda/launch.cuh for an earlier start.
+template <typename... Parameters, typename... Arguments>
+void launch(const char* op, void (*kernel)(Parameters...), int64_t blocks, dim3 threads, int64_t shared_bytes,
+            Stream stream, const Arguments&... arguments) {
+  if (!check_grid(op, blocks)) return;
   if (shared_bytes > 48 * 1024) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
           op);

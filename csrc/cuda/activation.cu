@@ -10,7 +10,7 @@
 //            function instructions and no more: 2 ulp of a float32.
 // Reached    see docs/performance.md.
 #include "../common/cuda_dtype.h"
-#include "../common/cuda_launch.h"
+#include "launch.cuh"
 
 namespace research_engine::cuda {
 namespace {
@@ -21,14 +21,22 @@ constexpr const char* kOp = "silu_and_mul";
 // Where exp(-a) is beyond float32 the quotient is -0, and so is what this gives.
 __device__ __forceinline__ float silu(float a) { return __fdividef(a, 1.0f + __expf(-a)); }
 
+template <typename T> struct GateParams {
+  const T* x;
+  int64_t x_stride;
+  T* out;
+  int64_t out_stride, size;
+  unsigned chunks;
+};
+
 template <typename T, int kStep>
-__global__ void __launch_bounds__(kThreads) silu_and_mul_kernel(const T* x, int64_t x_stride, T* out,
-                                                                int64_t out_stride, int64_t size, unsigned chunks) {
-  const int64_t row = blockIdx.x / chunks;
-  const int64_t i = (static_cast<int64_t>(blockIdx.x % chunks) * kThreads + threadIdx.x) * kStep;
+__global__ void __launch_bounds__(kThreads) silu_and_mul_kernel(const __grid_constant__ AfterPredecessor<GateParams<T>> after) {
+  const GateParams<T>& p = after.wait();
+  const int64_t row = blockIdx.x / p.chunks, size = p.size;
+  const int64_t i = (static_cast<int64_t>(blockIdx.x % p.chunks) * kThreads + threadIdx.x) * kStep;
   if (i >= size) return;
-  x += row * x_stride + i;
-  out += row * out_stride + i;
+  const T* x = p.x + row * p.x_stride + i;
+  T* out = p.out + row * p.out_stride + i;
   if constexpr (kStep > 1) {
     float gate[kWidth<T>], up[kWidth<T>];
     unpack<T>(*reinterpret_cast<const uint4*>(x), gate);
@@ -53,8 +61,8 @@ void silu_and_mul(TensorView x, TensorView out, Stream stream) {
                          vector_aligned(out, out.strides[0]);
     const int64_t chunks = ceil_div(size, kThreads * (vectors ? kWidth<T> : 1));
     const auto kernel = vectors ? silu_and_mul_kernel<T, kWidth<T>> : silu_and_mul_kernel<T, 1>;
-    launch(kOp, kernel, rows * chunks, kThreads, 0, stream, x.ptr<const T>(), x.strides[0], out.ptr<T>(),
-           out.strides[0], size, static_cast<unsigned>(chunks));
+    const GateParams<T> params{x.ptr<const T>(), x.strides[0], out.ptr<T>(), out.strides[0], size, static_cast<unsigned>(chunks)};
+    launch_after(kOp, kernel, {rows * chunks, kThreads}, stream, params);
   });
 }
 

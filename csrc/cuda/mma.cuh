@@ -17,6 +17,23 @@ __device__ inline void copy_async_16(uint32_t destination, const void* source, b
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
 }
+// How the L2 cache keeps what is read once: first out, so that it drives nothing else out, dirty lines above all.
+__device__ inline uint64_t read_once_policy(int kind) {
+  uint64_t policy;
+  if (kind == 0) {
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  } else {
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  }
+  return policy;
+}
+__device__ inline void copy_async_16(uint32_t destination, const void* source, bool valid, uint64_t policy) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(destination), "l"(source),
+               "r"(bytes), "l"(policy)
+               : "memory");
+}
+__device__ inline void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until no more than kPending of this thread's groups are under way.
 template <int kPending> __device__ inline void wait_copies() {

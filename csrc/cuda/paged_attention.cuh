@@ -54,7 +54,11 @@ struct AttentionParams {
   // The decode kernel alone: a row is cut into at most num_splits ranges of split_size keys.
   int64_t num_rows;
   int split_size, num_splits;
-  int64_t num_counters;  // of the tensor-core decode kernel's workspace
+  // The tensor-core decode kernel alone.
+  int64_t num_counters;   // of its workspace
+  int64_t table_entries;  // of block_tables, with the gaps between its rows
+  int cluster;            // thread blocks that may share a row's keys of one head group; 0: cut by load alone
+  int kv_policy, line_slack;
 };
 
 // One row: a query token of a request.
