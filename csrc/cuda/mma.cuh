@@ -17,6 +17,18 @@ __device__ inline void copy_async_16(uint32_t destination, const void* source, b
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
 }
+// The same for what is read only once: it is the first to leave L2.
+__device__ inline void copy_async_16_once(uint32_t destination, const void* source, bool valid, uint64_t policy) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(destination), "l"(source), "r"(bytes),
+               "l"(policy)
+               : "memory");
+}
+__device__ inline uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until no more than kPending of this thread's groups are under way.
 template <int kPending> __device__ inline void wait_copies() {
