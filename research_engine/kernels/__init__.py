@@ -22,6 +22,7 @@ from research_engine.kernels.quantized import (
 )
 from research_engine.kernels.rotary import rotary_and_cache, rotary_embedding
 from research_engine.kernels.sampling import Sampled, sample, sample_workspace
+from research_engine.kernels.gemm import skinny_gemm, skinny_gemm_rows
 
 __all__ = [
     "paged_attention",
@@ -36,6 +37,8 @@ __all__ = [
     "rotary_embedding",
     "rotary_and_cache",
     "silu_and_mul",
+    "skinny_gemm",
+    "skinny_gemm_rows",
     "QuantizedWeight",
     "pack_weight",
     "quantized_matmul",
