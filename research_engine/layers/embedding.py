@@ -21,5 +21,9 @@ class Embedding:
 class LMHead(Linear):
     """Logits over the vocabulary: ``[S, H] -> float32 [S, V]``. Called on the rows that sample, not on all of them."""
 
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(weight)
+        self._skinny_dtype = torch.float32
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return super().__call__(x).float()
