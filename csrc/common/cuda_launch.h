@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -55,12 +56,19 @@ void launch(const char* op, void (*kernel)(Parameters...), int64_t blocks, dim3 
   check(cudaGetLastError(), op);
 }
 
-// Whether the device runs code of this kernel that was compiled for sm_90 or later, in which alone cluster.cuh does anything.
+// Whether the current device runs code that was compiled for sm_90 or later, in which alone cluster.cuh does anything. All kernels
+// are compiled for the same architectures, so any one of them answers; a device is asked once.
 template <typename... Parameters>
 bool runs_sm90_code(const char* op, void (*kernel)(Parameters...)) {
+  static std::atomic<int> known[64];  // 0: not asked yet, 1: no, 2: yes
+  int device = 0;
+  check(cudaGetDevice(&device), op);
+  if (device < 64 && known[device] != 0) return known[device] == 2;
   cudaFuncAttributes attributes{};
   check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)), op);
-  return attributes.ptxVersion >= 90;
+  const bool yes = attributes.ptxVersion >= 90;
+  if (device < 64) known[device] = yes ? 2 : 1;
+  return yes;
 }
 
 // A launch in clusters of neighbouring blocks, and, with `overlap`, one that may begin before the kernel ahead of it in the stream
@@ -101,7 +109,18 @@ void launch_cluster(const char* op, void (*kernel)(Parameters...), int64_t block
                     int cluster_size, bool overlap, Stream stream, const Arguments&... arguments) {
   allow_shared_bytes(op, kernel, shared_bytes);
   const ClusterLaunch launch(blocks, threads, shared_bytes, cluster_size, overlap, stream);
-  check(cudaLaunchKernelEx(&launch.config(), kernel, arguments...), op);
+  check(cudaLaunchKernelEx(&launch.config(), kernel, static_cast<Parameters>(arguments)...), op);
+}
+
+// `launch` for a kernel that begins with `start_overlapped` (cluster.cuh): overlapped where it can be.
+template <typename... Parameters, typename... Arguments>
+void launch_overlapped(const char* op, void (*kernel)(Parameters...), int64_t blocks, dim3 threads, Stream stream,
+                       const Arguments&... arguments) {
+  if (blocks <= 0 || blocks > INT32_MAX || !runs_sm90_code(op, kernel)) {
+    return launch(op, kernel, blocks, threads, 0, stream, arguments...);
+  }
+  const ClusterLaunch launch(blocks, threads, 0, 1, true, stream);
+  check(cudaLaunchKernelEx(&launch.config(), kernel, static_cast<Parameters>(arguments)...), op);
 }
 
 // Clusters of this size that the current device runs at a time.

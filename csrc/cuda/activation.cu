@@ -9,6 +9,7 @@
 // Reached    not measured yet.
 #include "../common/cuda_dtype.h"
 #include "../common/cuda_launch.h"
+#include "cluster.cuh"
 
 namespace research_engine::cuda {
 namespace {
@@ -19,6 +20,7 @@ constexpr const char* kOp = "silu_and_mul";
 template <typename T, int kStep>
 __global__ void __launch_bounds__(kThreads) silu_and_mul_kernel(const T* x, int64_t x_stride, T* out,
                                                                 int64_t out_stride, int64_t size, unsigned chunks) {
+  start_overlapped();
   const int64_t row = blockIdx.x / chunks;
   const int64_t i = (static_cast<int64_t>(blockIdx.x % chunks) * kThreads + threadIdx.x) * kStep;
   if (i >= size) return;
@@ -49,7 +51,7 @@ void silu_and_mul(TensorView x, TensorView out, Stream stream) {
                          vector_aligned(out, out.strides[0]);
     const int64_t chunks = ceil_div(size, kThreads * (vectors ? kWidth<T> : 1));
     const auto kernel = vectors ? silu_and_mul_kernel<T, kWidth<T>> : silu_and_mul_kernel<T, 1>;
-    launch(kOp, kernel, rows * chunks, kThreads, 0, stream, x.ptr<const T>(), x.strides[0], out.ptr<T>(),
+    launch_overlapped(kOp, kernel, rows * chunks, kThreads, stream, x.ptr<const T>(), x.strides[0], out.ptr<T>(),
            out.strides[0], size, static_cast<unsigned>(chunks));
   });
 }

@@ -37,4 +37,10 @@ __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void store_remote(uint32_t, int, float2) {}
 #endif
 
+// First of all in a kernel launched with overlap: only its own launch is hidden, and nothing is read or written before its turn.
+__device__ __forceinline__ void start_overlapped() {
+  let_dependents_start();
+  wait_for_prerequisites();
+}
+
 }  // namespace research_engine::cuda

@@ -10,6 +10,7 @@
 // Reached    not measured yet.
 #include "../common/cuda_dtype.h"
 #include "../common/cuda_launch.h"
+#include "cluster.cuh"
 
 namespace research_engine::cuda {
 namespace {
@@ -32,6 +33,7 @@ __global__ void __launch_bounds__(1024) rms_norm_kernel(const T* x, int64_t x_st
                                                         int64_t out_stride, int hidden_size, float eps,
                                                         float weight_offset) {
   __shared__ float partial[32];
+  start_overlapped();
   const int64_t row = blockIdx.x;
   x += row * x_stride;
   out += row * out_stride;
@@ -87,7 +89,7 @@ void norm(const char* op, TensorView x, TensorView residual, TensorView weight, 
     const int64_t warps = ceil_div(ceil_div(steps, 32), 4);  // four steps a thread, until 1,024 threads are reached
     const unsigned threads = static_cast<unsigned>(32 * (warps < 32 ? warps : 32));
     const auto kernel = vectors ? rms_norm_kernel<T, kWidth<T>> : rms_norm_kernel<T, 1>;
-    launch(op, kernel, rows, threads, 0, stream, x.ptr<const T>(), x.strides[0], residual.ptr<T>(),
+    launch_overlapped(op, kernel, rows, threads, stream, x.ptr<const T>(), x.strides[0], residual.ptr<T>(),
            residual.strides[0], weight.ptr<const T>(), out.ptr<T>(), out.strides[0], static_cast<int>(hidden_size), eps,
            weight_offset);
   });
