@@ -60,65 +60,6 @@ void launch(const char* op, void (*kernel)(Parameters...), int64_t blocks, dim3 
   check(cudaGetLastError(), op);
 }
 
-// Whether the device runs code of this kernel that was compiled for sm_90 or later, in which alone cluster.cuh does anything.
-template <typename... Parameters>
-bool runs_sm90_code(const char* op, void (*kernel)(Parameters...)) {
-  cudaFuncAttributes attributes{};
-  check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)), op);
-  return attributes.ptxVersion >= 90;
-}
-
-// A launch in clusters of neighbouring blocks, and, with `overlap`, one that may begin before the kernel ahead of it in the stream
-// has ended (programmatic dependent launch): the kernel has to wait for it by itself. Both need code of sm_90.
-class ClusterLaunch {
- public:
-  ClusterLaunch(int64_t blocks, dim3 threads, int64_t shared_bytes, int cluster_size, bool overlap, Stream stream) {
-    config_.gridDim = dim3(static_cast<unsigned>(blocks));
-    config_.blockDim = threads;
-    config_.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-    config_.stream = static_cast<cudaStream_t>(stream);
-    config_.attrs = attributes_;
-    if (cluster_size > 1) {
-      attributes_[config_.numAttrs].id = cudaLaunchAttributeClusterDimension;
-      attributes_[config_.numAttrs++].val.clusterDim = {static_cast<unsigned>(cluster_size), 1, 1};
-    }
-    if (overlap) {
-      attributes_[config_.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attributes_[config_.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-    }
-  }
-  ClusterLaunch(const ClusterLaunch&) = delete;
-  ClusterLaunch& operator=(const ClusterLaunch&) = delete;
-  const cudaLaunchConfig_t& config() const { return config_; }
-
- private:
-  cudaLaunchConfig_t config_{};
-  cudaLaunchAttribute attributes_[2] = {};
-};
-
-template <typename... Parameters>
-void allow_shared_bytes(const char* op, void (*kernel)(Parameters...), int64_t shared_bytes) {
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)), op);
-}
-
-template <typename... Parameters, typename... Arguments>
-void launch_cluster(const char* op, void (*kernel)(Parameters...), int64_t blocks, dim3 threads, int64_t shared_bytes,
-                    int cluster_size, bool overlap, Stream stream, const Arguments&... arguments) {
-  allow_shared_bytes(op, kernel, shared_bytes);
-  const ClusterLaunch launch(blocks, threads, shared_bytes, cluster_size, overlap, stream);
-  check(cudaLaunchKernelEx(&launch.config(), kernel, arguments...), op);
-}
-
-// Clusters of this size that the current device runs at a time.
-template <typename... Parameters>
-int max_clusters(const char* op, void (*kernel)(Parameters...), dim3 threads, int64_t shared_bytes, int cluster_size) {
-  allow_shared_bytes(op, kernel, shared_bytes);
-  const ClusterLaunch launch(cluster_size, threads, shared_bytes, cluster_size, false, nullptr);
-  int clusters = 0;
-  check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &launch.config()), op);
-  return clusters;
-}
-
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace research_engine::cuda

@@ -13,24 +13,21 @@ namespace {
 
 constexpr int kRowsAtOnce = 8;
 
-// Dot products of rows [first, first + count) of x with one row of W.
-template <typename T>
-void dot(const TensorView& x, int64_t first, int count, const T* w, float* results) {
-  const int64_t depth = x.shape[1];
-  const T* rows[kRowsAtOnce];
-  Vec sums[kRowsAtOnce] = {};
-  for (int t = 0; t < count; ++t) rows[t] = x.ptr<T>() + (first + t) * x.strides[0];
+// Dot products of kCount rows of x with one row of W.
+template <int kCount, typename T>
+void dot(const T* x, int64_t stride, int64_t depth, const T* w, float* results) {
+  Vec sums[kCount] = {};
   int64_t k = 0;
   for (; k + kLanes <= depth; k += kLanes) {
     const Vec weight = load(w + k);
-    for (int t = 0; t < count; ++t) sums[t] += load(rows[t] + k) * weight;
+    for (int t = 0; t < kCount; ++t) sums[t] += load(x + t * stride + k) * weight;
   }
   if (k < depth) {
     const int rest = static_cast<int>(depth - k);
     const Vec weight = load_first(w + k, rest);
-    for (int t = 0; t < count; ++t) sums[t] += load_first(rows[t] + k, rest) * weight;
+    for (int t = 0; t < kCount; ++t) sums[t] += load_first(x + t * stride + k, rest) * weight;
   }
-  for (int t = 0; t < count; ++t) results[t] = sum(sums[t]);
+  for (int t = 0; t < kCount; ++t) results[t] = sum(sums[t]);
 }
 
 void store_result(const TensorView& out, int64_t t, int64_t n, float value) {
@@ -46,7 +43,13 @@ void skinny_gemm(const SkinnyGemm& args) {
   dispatch(args.x.dtype, [&](auto zero) {
     using T = decltype(zero);
     const auto product = [&](int64_t first, int count, int64_t n, float* results) {
-      dot(args.x, first, count, args.weight.ptr<T>() + n * args.weight.strides[0], results);
+      const T* rows = args.x.ptr<T>() + first * args.x.strides[0];
+      const T* w = args.weight.ptr<T>() + n * args.weight.strides[0];
+      if (count == kRowsAtOnce) {
+        dot<kRowsAtOnce>(rows, args.x.strides[0], depth, w, results);
+      } else {
+        for (int t = 0; t < count; ++t) dot<1>(rows + t * args.x.strides[0], args.x.strides[0], depth, w, results + t);
+      }
       for (int t = 0; args.bias && t < count; ++t) results[t] += to_float(args.bias.ptr<T>()[n]);
     };
 #pragma omp parallel for schedule(static) if (columns * depth > kParallelElements)

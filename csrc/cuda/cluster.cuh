@@ -1,6 +1,5 @@
-// Instructions of sm_90 that CUDA C++ has no short names for: thread block clusters, and launches that overlap the kernel before.
-//
-// Compiled for older architectures a cluster is one block and nothing overlaps: a kernel has to be launched there like that.
+// Thread block clusters of sm_90: a barrier over the blocks of a cluster, and the shared memory of another block.
+// Compiled for older architectures a cluster is one block.
 #pragma once
 
 #include <cstdint>
@@ -33,11 +32,6 @@ __device__ __forceinline__ float2 load_cluster_8(uint32_t address) {
   asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
   return value;
 }
-// Lets kernels that were launched with overlap start as soon as every block of this one has called this or ended.
-__device__ __forceinline__ void let_dependents_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// Waits until the kernels that this one overlaps are complete, and sees what they wrote.
-__device__ __forceinline__ void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 __device__ __forceinline__ int cluster_rank() {
   int rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -65,8 +59,6 @@ __device__ __forceinline__ float2 load_cluster_8(uint32_t address) {
   const uint2 raw = load_shared_8(address);
   return make_float2(__uint_as_float(raw.x), __uint_as_float(raw.y));
 }
-__device__ __forceinline__ void let_dependents_start() {}
-__device__ __forceinline__ void wait_for_prerequisites() {}
 __device__ __forceinline__ int cluster_rank() { return 0; }
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}

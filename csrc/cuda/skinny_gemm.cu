@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <atomic>
 
-#include "../common/cuda_launch.h"
-
 namespace research_engine::cuda {
 namespace {
 
@@ -24,16 +22,16 @@ int64_t shared_bytes(int tokens, int units, int cluster_size) {
 // What is asked of a device once. Clusters that fit at a time, a block a multiprocessor; none where it runs code of before sm_90.
 struct Device {
   int multiprocessors = 0, shared_bytes = 0;
-  bool sm90_code = false;
   int clusters[std::size(kClusterSizes)] = {};
 
   explicit Device(int device) {
     check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), kOp);
     check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), kOp);
-    sm90_code = runs_sm90_code(kOp, kKernel<__nv_bfloat16, 1>);
+    const auto kernel = kKernel<__nv_bfloat16, 1>;
+    const bool sm90_code = runs_sm90_code(kOp, reinterpret_cast<const void*>(kernel));
     clusters[0] = multiprocessors;
     for (size_t i = 1; sm90_code && i < std::size(kClusterSizes); ++i) {
-      clusters[i] = max_clusters(kOp, kKernel<__nv_bfloat16, 1>, 32 * kWarps, shared_bytes, kClusterSizes[i]);
+      clusters[i] = active_clusters(kOp, kernel, {kClusterSizes[i], 32 * kWarps, shared_bytes, kClusterSizes[i]});
     }
   }
 };
@@ -113,13 +111,12 @@ void skinny_gemm(const SkinnyGemm& args, Stream stream) {
   }
   p.cluster_size = kClusterSizes[plan.cluster];
   const int64_t blocks = static_cast<int64_t>(std::min(p.tiles, device.clusters[plan.cluster])) * p.cluster_size;
-  const bool overlap = args.overlap && device.sm90_code;
   for (int64_t row = 0; row < tokens; row += plan.rows) {
     p.x = args.x.ptr<const char>() + row * p.x_stride;
     p.out = args.out.ptr<char>() + row * p.out_stride * element_size(args.out.dtype);
     p.tokens = static_cast<int>(std::min<int64_t>(plan.rows, tokens - row));
     const int64_t bytes = shared_bytes(p.tokens, p.units, p.cluster_size);
-    const auto start = [&](auto kernel) { launch_cluster(kOp, kernel, blocks, 32 * kWarps, bytes, p.cluster_size, overlap, stream, p); };
+    const auto start = [&](auto kernel) { launch_after(kOp, kernel, {blocks, 32 * kWarps, bytes, p.cluster_size, args.overlap}, stream, p); };
     switch (args.x.dtype) {
       case DType::bf16: start(p.tokens <= 8 ? kKernel<__nv_bfloat16, 1> : kKernel<__nv_bfloat16, 2>); break;
       case DType::f16: start(p.tokens <= 8 ? kKernel<__half, 1> : kKernel<__half, 2>); break;

@@ -22,6 +22,7 @@
 
 #include "../common/cuda_dtype.h"
 #include "cluster.cuh"
+#include "launch.cuh"
 #include "mma.cuh"
 
 namespace research_engine::cuda {
@@ -106,7 +107,8 @@ struct WeightStream {
 };
 
 template <typename T, int kTokenTiles, int kWarps, int kStages>
-__global__ void __launch_bounds__(32 * kWarps, 1) skinny_gemm_kernel(const SkinnyGemmParams p) {
+__global__ void __launch_bounds__(32 * kWarps, 1) skinny_gemm_kernel(const __grid_constant__ AfterPredecessor<SkinnyGemmParams> after) {
+  const SkinnyGemmParams& p = after.constants();  // only the weight is read before the wait
   using Shared = SkinnyGemmShared<kTokenTiles, kWarps, kStages>;
   constexpr int kThreads = 32 * kWarps, kLoadsAtOnce = 8;
   extern __shared__ __align__(16) char shared[];
@@ -126,8 +128,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1) skinny_gemm_kernel(const Skinn
 #pragma unroll 1
   for (int s = 0; s < kStages - 1; ++s) stream.next();
   if (p.cluster_size > 1) cluster_arrive();  // from here on the others may store into this block
-  let_dependents_start();
-  wait_for_prerequisites();
+  after.wait();
 
 #pragma unroll 1
   for (int begin = thread; begin < p.tokens * x_vectors; begin += kThreads * kLoadsAtOnce) {

@@ -12,6 +12,7 @@ from research_engine.kernels.attention import paged_attention, paged_attention_w
 from research_engine.kernels.attention_states import merge_attention_states
 from research_engine.kernels.build_info import build_info
 from research_engine.kernels.cache import copy_blocks, gather_cache, reshape_and_cache, swap_blocks
+from research_engine.kernels.gemm import skinny_gemm, skinny_gemm_rows
 from research_engine.kernels.norm import fused_add_rms_norm, rms_norm
 from research_engine.kernels.quantized import (
     QuantizedWeight,
@@ -22,7 +23,6 @@ from research_engine.kernels.quantized import (
 )
 from research_engine.kernels.rotary import rotary_and_cache, rotary_embedding
 from research_engine.kernels.sampling import Sampled, sample, sample_workspace
-from research_engine.kernels.gemm import skinny_gemm, skinny_gemm_rows
 
 __all__ = [
     "paged_attention",

@@ -82,7 +82,7 @@ def _check(
     if not x.is_cpu and dtype not in CUDA_DTYPES:
         raise TypeError(f"x: {dtype} on {x.device}; the kernel there takes {', '.join(map(str, CUDA_DTYPES))}")
     _check_shapes(x, weight, gated)
-    rows, columns = weight.shape
+    rows = weight.shape[0]
     check_rows("x", x, dtype, x.shape, "[T, K]")
     check_rows("weight", weight, dtype, weight.shape, "[N, K]")
     if bias is not None:

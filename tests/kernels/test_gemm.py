@@ -94,24 +94,30 @@ def test_gated_is_silu_and_mul_of_the_product(device: str) -> None:
 def test_a_captured_graph_takes_the_rows_of_its_replay(device: str) -> None:
     if device == "cpu":
         pytest.skip("graphs are CUDA's")
-    weight = embedded(300, 512, torch.bfloat16, device, 0, 512**-0.5)
-    x, hidden, out = (torch.zeros(6, n, dtype=torch.bfloat16, device=device) for n in (512, 300, 512))
-    back = embedded(512, 304, torch.bfloat16, device, 1, 300**-0.5)[:, :296]
+    def matrix(rows: int, columns: int, seed: int) -> torch.Tensor:
+        return embedded(rows, columns, torch.bfloat16, device, seed, columns**-0.5)
 
-    def chain() -> None:
-        kernels.skinny_gemm(x, weight, out=hidden, overlap=True)
-        kernels.skinny_gemm(hidden[:, :296].contiguous(), back, out=out, overlap=True)
+    x, out, scale = torch.zeros_like(matrix(6, 512, 0)), matrix(6, 512, 0), matrix(1, 512, 1)[0].clone()
+    into, back = matrix(4096, 512, 2), matrix(512, 2048, 3)
 
-    chain()
+    def chain(overlap: bool) -> torch.Tensor:
+        """Layers whose every kernel reads what the one ahead of it wrote."""
+        hidden = x
+        for _ in range(4):
+            normed = kernels.rms_norm(hidden, scale, 1e-5)
+            gated = kernels.skinny_gemm(normed, into, gated=True, overlap=overlap)
+            hidden = kernels.skinny_gemm(gated, back, overlap=overlap)
+        return hidden
+
+    chain(True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        chain()
+        out.copy_(chain(True))
     for seed in range(20):
-        x.copy_(embedded(6, 512, torch.bfloat16, device, seed))
+        x.copy_(matrix(6, 512, seed))
         graph.replay()
-        first = kernels.skinny_gemm(x, weight)
-        assert torch.equal(out, kernels.skinny_gemm(first[:, :296].contiguous(), back))
+        assert torch.equal(out, chain(False))
 
 
 @pytest.mark.parametrize(
