@@ -58,13 +58,19 @@ template <typename C, int kD> struct MmaTiles {
   static constexpr int kQueryBytes = kRows * kRowBytes, kTileBytes = kKeys * kRowBytes;
   static constexpr int kInChunk = 16 / static_cast<int>(sizeof(C));
   static constexpr int kCacheChunks = kD / kInChunk;  // in a row of the cache
-  static constexpr int kCopies = kWarpKeys * kCacheChunks / 32;  // of a thread, for a tile
+  static constexpr int kAtOnce = kCacheChunks > 16 ? 1 : kCacheChunks > 8 ? 2 : kCacheChunks > 4 ? 4 : 8;  // rows that a warp copies
+  static constexpr int kCopiers = kAtOnce * kCacheChunks;                                                  // lanes at work
+  static constexpr int kCopies = kWarpKeys / kAtOnce;                                                      // of a lane, for a tile
   static constexpr int kRawBytes = sizeof(C) == 1 ? kKeys * kD : 0;
   static constexpr int kSharedBytes = kQueryBytes + 2 * (kTileBytes + kRawBytes);
   static constexpr int kBlocksPerSm = 2;  // by registers
 
   static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
     return static_cast<uint32_t>(row * kRowBytes + (kSwizzle ? chunk ^ (row & 7) : chunk) * 16);
+  }
+  // `rows`, a multiple of kAtOnce, further down from an `address` in one of the first kAtOnce rows of a multiple of eight.
+  static __device__ __forceinline__ uint32_t below(uint32_t address, int rows) {
+    return (kSwizzle ? address ^ static_cast<uint32_t>(rows % 8 * 16) : address) + static_cast<uint32_t>(rows * kRowBytes);
   }
   // `chunks`, an even number, further in the row of `address`, which is at chunk 0 or 1 of it.
   static __device__ __forceinline__ uint32_t advance(uint32_t address, int chunks) {
@@ -83,11 +89,11 @@ struct Control {
   } warps[kWarps];
 };
 
-// The same value, of which the compiler knows nothing: what is computed from it stays where it is, and takes no registers for the
-// whole loop.
-__device__ __forceinline__ int opaque(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
+// The same lane, but the compiler does not know: what is computed from it stays where it is, and takes no registers for the whole
+// loop.
+__device__ __forceinline__ int opaque_lane(int lane) {
+  asm volatile("" : "+r"(lane));
+  return lane & 31;
 }
 
 // One tile of query rows. Products are of 16-bit floats M: of the cache's own type, or of float16, to which quantised elements are
@@ -241,42 +247,50 @@ template <typename C, int kD> class RowTile {
     block_ = seen ? a_.block_tables[tile_.request * a_.table_stride + a_.block_size.divide(key)] : -1;
   }
 
-  // Starts the copies of the warp's rows of a tile of keys or values, whose blocks were fetched.
+  // Starts the copies of the warp's rows of a tile of keys or values, whose blocks were fetched. A lane has the address of one row,
+  // and copies one chunk of every kAtOnce-th.
   template <bool kValues> __device__ __forceinline__ void copy(int start) {
-    const int lane = opaque(lane_), key = start + warp_ * Shape::kWarpKeys + lane % Shape::kWarpKeys;
+    const int lane = opaque_lane(lane_), key = start + warp_ * Shape::kWarpKeys + lane % Shape::kWarpKeys;
     const int slot = key - a_.block_size.divide(key) * static_cast<int>(a_.block_size.value);
-    const int64_t stride = kValues ? a_.value_block_stride : a_.key_block_stride;
-    const int64_t offset = block_ < 0 ? -1 : block_ * stride + static_cast<int64_t>(slot) * a_.head_size;
-    const C* head = static_cast<const C*>(kValues ? a_.value_cache : a_.key_cache) +
-                    tile_.kv_head * (kValues ? a_.value_head_stride : a_.key_head_stride);
+    const int64_t offset = tile_.kv_head * (kValues ? a_.value_head_stride : a_.key_head_stride) +
+                           block_ * (kValues ? a_.value_block_stride : a_.key_block_stride) +
+                           static_cast<int64_t>(slot) * a_.head_size;
+    const C* own = static_cast<const C*>(kValues ? a_.value_cache : a_.key_cache) + (block_ < 0 ? 0 : offset);
+    const uint32_t seen = __ballot_sync(0xffffffffu, block_ >= 0);
+    const int row = lane / Shape::kCacheChunks, chunk = lane % Shape::kCacheChunks;
+    const uint32_t wanted = chunk * Shape::kInChunk < a_.head_size ? seen >> row : 0;
     const uint32_t tile = kValues ? values_ : keys_, raw = raw_ + (kValues ? Shape::kRawBytes : 0);
-#pragma unroll 2
+    const uint32_t first = kQuantized ? raw : tile + Shape::offset(warp_ * Shape::kWarpKeys + row, chunk);
+#pragma unroll
     for (int i = 0; i < Shape::kCopies; ++i) {
-      const int item = i * 32 + lane, row = item / Shape::kCacheChunks, chunk = item % Shape::kCacheChunks;
-      const int64_t from = __shfl_sync(0xffffffffu, offset, row);
-      const bool valid = from >= 0 && chunk * Shape::kInChunk < a_.head_size;
-      const uint32_t target = kQuantized ? raw + i * 512 : tile + Shape::offset(warp_ * Shape::kWarpKeys + row, chunk);
-      copy_async_16(target, head + (valid ? from + chunk * Shape::kInChunk : 0), valid);
+      const int rows = i * Shape::kAtOnce;
+      const uint64_t from = __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(own), rows + row);
+      const uint32_t target = kQuantized ? first + i * Shape::kCopiers * 16 : Shape::below(first, rows);
+      if (lane < Shape::kCopiers) {
+        copy_async_16(target, reinterpret_cast<const C*>(from) + chunk * Shape::kInChunk, (wanted >> rows & 1) != 0);
+      }
     }
   }
 
   // What this thread copied of a quantised tile, as float16, to where the products read it.
   __device__ __forceinline__ void widen_tile(uint32_t tile, uint32_t raw) {
-    const int lane = opaque(lane_);
+    const int lane = opaque_lane(lane_);
+    if (lane >= Shape::kCopiers) return;
+    const uint32_t first =
+        tile + Shape::offset(warp_ * Shape::kWarpKeys + lane / Shape::kCacheChunks, lane % Shape::kCacheChunks * 2);
 #pragma unroll
     for (int i = 0; i < Shape::kCopies; ++i) {
-      const int item = i * 32 + lane, row = item / Shape::kCacheChunks, chunk = item % Shape::kCacheChunks;
-      const uint4 bytes = load_shared_16(raw + i * 512);
+      const uint4 bytes = load_shared_16(raw + i * Shape::kCopiers * 16);
       const uint2 a = widen<C>(bytes.x), b = widen<C>(bytes.y), c = widen<C>(bytes.z), d = widen<C>(bytes.w);
-      const int key = warp_ * Shape::kWarpKeys + row;
-      store_shared_16(tile + Shape::offset(key, 2 * chunk), make_uint4(a.x, a.y, b.x, b.y));
-      store_shared_16(tile + Shape::offset(key, 2 * chunk + 1), make_uint4(c.x, c.y, d.x, d.y));
+      const uint32_t target = Shape::below(first, i * Shape::kAtOnce);
+      store_shared_16(target, make_uint4(a.x, a.y, b.x, b.y));
+      store_shared_16(Shape::kSwizzle ? target ^ 16 : target + 16, make_uint4(c.x, c.y, d.x, d.y));
     }
   }
 
   // S = Q K^T.
   __device__ __forceinline__ void multiply_keys() {
-    const int lane = opaque(lane_);
+    const int lane = opaque_lane(lane_);
     const uint32_t query = queries_ + Shape::offset(lane % 16, lane / 16);
     const uint32_t key = keys_ + Shape::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
@@ -403,7 +417,7 @@ template <typename C, int kD> class RowTile {
 
   // O += P V.
   __device__ __forceinline__ void multiply_values() {
-    const int lane = opaque(lane_);
+    const int lane = opaque_lane(lane_);
     const uint32_t value = values_ + Shape::offset(lane % 16, lane / 16);
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
