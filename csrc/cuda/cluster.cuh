@@ -1,12 +1,14 @@
-// Thread block clusters of sm_90: a barrier over the blocks of a cluster, and reading the shared memory of another one.
+// Thread block clusters of sm_90: a barrier over the blocks of a cluster, and the shared memory of another block.
+// Compiled for older architectures a cluster is one block.
 #pragma once
+
+#include <cstdint>
 
 #include "mma.cuh"
 
 namespace research_engine::cuda {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-
 // What any thread of the cluster wrote before is visible to all of them after. All threads call it.
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -30,6 +32,20 @@ __device__ __forceinline__ float2 load_cluster_8(uint32_t address) {
   asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
   return value;
 }
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// The two halves of a barrier over all threads of the cluster; what was written before one is seen after the other.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// Stores into the shared memory of the block of that rank, at the address that `address` is here.
+__device__ __forceinline__ void store_remote(uint32_t address, int rank, float2 value) {
+  uint32_t remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(remote), "f"(value.x), "f"(value.y) : "memory");
+}
 
 #else  // a cluster is one block
 
@@ -43,6 +59,10 @@ __device__ __forceinline__ float2 load_cluster_8(uint32_t address) {
   const uint2 raw = load_shared_8(address);
   return make_float2(__uint_as_float(raw.x), __uint_as_float(raw.y));
 }
+__device__ __forceinline__ int cluster_rank() { return 0; }
+__device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_wait() {}
+__device__ __forceinline__ void store_remote(uint32_t, int, float2) {}
 
 #endif
 

@@ -10,8 +10,9 @@
 //            any kernel before it reads or writes, and at all: for the wait is what makes the order transitive. If C waits for
 //            B and B ended without waiting for A, C may run beside A. So every thread block waits, even one without work.
 // Enforced   by types. `launch_after` is the only way to get the attribute, and takes kernels of one argument only, an
-//            AfterPredecessor<Params>; the parameters, so every pointer that a kernel has, come out of its wait() alone.
-//            What is left to the author: wait() is the kernel's first statement, with no return before it.
+//            AfterPredecessor<Params>; the parameters, so every pointer that a kernel has, come out of its wait().
+//            What is left to the author: wait() is the kernel's first statement, with no return before it; before it there
+//            may only be reads of memory that no kernel writes, through constants().
 //
 //              struct Params { const float* in; float* out; };
 //              __global__ void kernel(const __grid_constant__ AfterPredecessor<Params> after) {
@@ -47,6 +48,9 @@ template <typename Params> class AfterPredecessor {
     return params_;
   }
 
+  // The parameters before the wait, for what no kernel writes, such as a model's weights: to have it on its way by then.
+  __device__ __forceinline__ const Params& constants() const { return params_; }
+
  private:
   Params params_;
 };
@@ -56,6 +60,7 @@ struct LaunchShape {
   dim3 threads;
   int64_t shared_bytes = 0;
   int cluster = 1;  // neighbouring blocks that can read each other's shared memory; divides `blocks`
+  bool overlap = true;
 };
 
 // Whether the current device runs code of `kernel` that was compiled for sm_90 or later: code for older GPUs neither waits nor
@@ -129,7 +134,7 @@ int active_clusters(const char* op, void (*kernel)(AfterPredecessor<Params>), co
   return count;
 }
 
-// Launches on the caller's stream, to start while the kernel before it ends.
+// Launches on the caller's stream, to start while the kernel before it ends unless the shape says otherwise.
 template <typename Params>
 void launch_after(const char* op, void (*kernel)(AfterPredecessor<Params>), const LaunchShape& shape, Stream stream,
                   const Params& params) {
@@ -140,7 +145,7 @@ void launch_after(const char* op, void (*kernel)(AfterPredecessor<Params>), cons
   cudaLaunchConfig_t config = detail::configuration(shape, stream);
   config.attrs = attributes;
   if (shape.cluster > 1) attributes[config.numAttrs++] = detail::cluster_attribute(shape.cluster);
-  if (overlap_wanted() && runs_sm90_code(op, function)) {
+  if (shape.overlap && overlap_wanted() && runs_sm90_code(op, function)) {
     cudaLaunchAttribute& overlap = attributes[config.numAttrs++] = cudaLaunchAttribute{};
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;

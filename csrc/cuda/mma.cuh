@@ -58,6 +58,29 @@ __device__ inline uint32_t load_shared_4(uint32_t address) {
   return value;
 }
 
+__device__ inline void store_shared_16(uint32_t address, const uint4& value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
+__device__ inline void store_shared_4(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8, 16 bytes, and receives of each
+// matrix, with g = lane / 4 and q = lane % 4, the pair [g][2q, 2q+1]; transposed, the pair [2q, 2q+1][g].
+__device__ inline void load_matrices(uint32_t (&pairs)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ inline void load_matrices_transposed(uint32_t (&pairs)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
+               : "r"(address)
+               : "memory");
+}
+
 // c += a b for a [16 x 16], b [16 x 8], c [16 x 8] in float32. With g = lane / 4 and q = lane % 4 a thread holds
 //   a0 = a[g][2q, 2q+1]   a1 = a[g+8][2q, 2q+1]   a2 = a[g][2q+8, 2q+9]   a3 = a[g+8][2q+8, 2q+9]
 //   b0 = b[2q, 2q+1][g]   b1 = b[2q+8, 2q+9][g]

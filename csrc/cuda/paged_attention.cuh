@@ -177,6 +177,10 @@ void launch_decode_mma(const PagedAttention& args, AttentionParams params, Strea
 bool prefill_wgmma_supports(const PagedAttention& args, const AttentionParams& params);
 void launch_prefill_wgmma(const PagedAttention& args, AttentionParams params, Stream stream, int32_t* counters = nullptr);
 
+// The prefill kernel on mma.sync (sm_80 on), quantised caches too: whether device and arguments suit it, launch.
+bool prefill_mma_supports(const PagedAttention& args, const AttentionParams& params);
+void launch_prefill_mma(const PagedAttention& args, const AttentionParams& params, Stream stream);
+
 // A thread block of the decode kernel takes up to 8 query heads of a KV head; the number of such groups in G.
 __host__ __device__ inline int decode_head_groups(int group_size) { return (group_size + 7) / 8; }
 

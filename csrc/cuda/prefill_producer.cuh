@@ -1,11 +1,12 @@
-// The producer's side of the wgmma prefill kernel (paged_attention_prefill_wgmma.cu): tile sizes, the order of work, and how
-// queries, keys and values come into shared memory.
+// The producer's side of the wgmma prefill kernel (paged_attention_prefill_wgmma.cu): tile sizes, and how queries,
+// keys and values come into shared memory.
 #pragma once
 
 #include <algorithm>
 
 #include "mma.cuh"
 #include "paged_attention.cuh"
+#include "prefill_plan.cuh"
 #include "wgmma.cuh"
 
 namespace research_engine::cuda::prefill {
@@ -13,16 +14,11 @@ namespace research_engine::cuda::prefill {
 constexpr int kGroupThreads = 128;  // of a warpgroup
 constexpr int kGroupRows = 64;      // of a consumer's tile
 
-// Variants, for measuring: warps of the producer warpgroup that bring keys and values (the others plan and bring queries), and
-// whether they do so by asynchronous copies of 16 bytes a thread instead of a tensor copy a cache block.
+// A variant, for measuring: warps of the producer warpgroup that bring keys and values (the others plan and bring queries).
 #ifndef RESEARCH_ENGINE_PREFILL_COPIERS
 #define RESEARCH_ENGINE_PREFILL_COPIERS 1
 #endif
-#ifndef RESEARCH_ENGINE_PREFILL_CP_ASYNC
-#define RESEARCH_ENGINE_PREFILL_CP_ASYNC 0
-#endif
 constexpr int kCopiers = RESEARCH_ENGINE_PREFILL_COPIERS;
-constexpr bool kTensorCopies = RESEARCH_ENGINE_PREFILL_CP_ASYNC == 0;
 static_assert(kCopiers >= 1 && kCopiers <= 3);
 
 // Sizes for heads of up to kD elements.
@@ -41,17 +37,6 @@ template <int kD> struct WgmmaShape {
   static_assert(kSlots >= 4, "two tiles of keys in use, two on their way");
 };
 
-// A tile of query rows: what the producer's planner tells the other warps.
-struct Tile {
-  int steps;  // tiles of keys; -1: there are no more tiles of rows
-  int request, kv_head;
-  int first_query;           // token of the request's first query
-  int first_row, total_rows;  // of the request
-  int position;              // of the request's first query
-  int seq_len;
-  int start;  // key at which tile 0 starts
-};
-
 template <int kD> struct Control {
   using Shape = WgmmaShape<kD>;
   uint64_t full[Shape::kSlots], empty[Shape::kSlots];
@@ -65,14 +50,14 @@ template <int kD> constexpr int shared_bytes() {  // the base is moved to a mult
          static_cast<int>(sizeof(Control<kD>));
 }
 
-struct PrefillParams {
+struct PrefillParams : PlanParams {  // copy_rows: keys of one tensor copy, a power of two that divides block size and tile
   CUtensorMap keys, values;
-  AttentionParams attention;
-  Divisor group;
-  int tiles;          // of query rows, all requests, an upper bound
-  int section_heads;  // KV heads whose tiles run side by side
-  int copy_rows;      // keys of one tensor copy: a power of two that divides block size and tile
-  int* counters;      // [2]: tiles dealt, blocks done; zero before and after; may be null
+  // Where a tile of keys lies in its slot: from an atom of 64 elements to the next, and from 8 keys to the next 8.
+  //   whole copies   [keys / 8][D / 64][8 keys, 64 elements]: one copy brings all of a block's elements
+  //   otherwise      [D / 64][keys, 64 elements]: a copy for every atom
+  int atom_bytes, group_bytes;
+  bool whole_copies;
+  int* counters;  // [2]: tiles dealt, blocks done; zero before and after; may be null
 };
 
 // Place in a ring of kSlots, and the parity of the pass.
@@ -87,49 +72,10 @@ template <int kSlots> struct Place {
   }
 };
 
-__device__ __forceinline__ int first_tile(const AttentionParams& a, int request, int tile_rows) {
-  return static_cast<int>(static_cast<int64_t>(a.query_start_loc[request]) * a.group_size / tile_rows) + request;
-}
-
-// The tile of rows that stands at `item` of the order of work; false when it is empty or not this path's. A warp calls it.
-template <int kRows, int kKeys> __device__ bool plan_tile(const PrefillParams& p, int item, int lane, Tile& tile) {
-  const AttentionParams& a = p.attention;
-  const int section = item / (p.tiles * p.section_heads);
-  const int heads = min(p.section_heads, a.num_kv_heads - section * p.section_heads);
-  const int within = item - section * p.tiles * p.section_heads;
-  const int index = p.tiles - 1 - within / heads;
-  int request = 0;  // the last that starts at or before `index`: 32 probes at a time
-  for (int count = a.num_requests; count > 1;) {
-    const int step = (count + 31) / 32;
-    const bool before = lane * step < count && first_tile(a, request + lane * step, kRows) <= index;
-    const int last = 31 - __clz(static_cast<int>(__ballot_sync(0xffffffffu, before) | 1u));
-    request += last * step;
-    count = min(step, count - last * step);
-  }
-  const int length = a.query_start_loc[request + 1] - a.query_start_loc[request];
-  tile.request = request;
-  tile.kv_head = section * p.section_heads + within % heads;
-  tile.first_query = a.query_start_loc[request];
-  tile.total_rows = length * a.group_size;
-  tile.first_row = (index - first_tile(a, request, kRows)) * kRows;
-  if (tile.first_row >= tile.total_rows || (a.single_queries && length == 1)) return false;
-  tile.seq_len = a.seq_lens[request];
-  tile.position = tile.seq_len - length;
-  const int last_row = min(tile.first_row + kRows, tile.total_rows) - 1;
-  const int begin = first_key(a, tile.position + p.group.divide(tile.first_row));
-  const int end = end_key(a, tile.position + p.group.divide(last_row), tile.seq_len);
-  tile.start = begin & ~(p.copy_rows - 1);
-  tile.steps = end > begin ? (end - tile.start + kKeys - 1) / kKeys : 0;
-  return true;
-}
-
-// The first producer warps: keys and values of one tile after another, in the order in which the consumers use them. T: of the caches.
-template <typename T, int kD> class CacheCopier {
+// The first producer warps: keys and values of one tile after another, in the order in which the consumers use them.
+template <int kD> class CacheCopier {
   using Shape = WgmmaShape<kD>;
   static constexpr int kBatch = 8;
-  // Tiles of a warp's asynchronous copies under way. A consumer holds a slot until the next two are full, so that a producer that
-  // waits for a slot must have handed over all but the last kSlots - 3.
-  static constexpr int kLag = Shape::kSlots >= 5 ? 2 : 1;
 
  public:
   __device__ __forceinline__ CacheCopier(const PrefillParams& p, Control<kD>* control, uint32_t ring, int warp, int lane)
@@ -137,14 +83,12 @@ template <typename T, int kD> class CacheCopier {
 
   __device__ __forceinline__ void run() {
     Place<Shape::kQuerySlots> plan;
-    if (kTensorCopies && lane_ == 0) {
+    if (lane_ == 0) {
       prefetch_map(&p_.keys);
       prefetch_map(&p_.values);
     }
     while (true) {
-      const uint32_t planned = shared_address(&control_->planned[plan.slot]);
-      if (!kTensorCopies && !__all_sync(0xffffffffu, mbarrier_try_wait(planned, plan.parity))) hand_over<0>();
-      mbarrier_wait(planned, plan.parity);
+      mbarrier_wait(shared_address(&control_->planned[plan.slot]), plan.parity);
       tile_ = control_->tile[plan.slot];
       __syncwarp();
       mbarrier_arrive(shared_address(&control_->queries_empty[plan.slot]));
@@ -155,20 +99,11 @@ template <typename T, int kD> class CacheCopier {
         if (step + 1 < tile_.steps) copy(true, step + 1);
       }
     }
-    if (!kTensorCopies) hand_over<0>();
   }
 
  private:
   __device__ __forceinline__ void copy(bool values, int step) {
-    if constexpr (kTensorCopies) {
-      copy_boxes(values ? &p_.values : &p_.keys, step);
-    } else {
-      copy_rows(values, step);
-    }
-    place_.next();
-  }
-
-  __device__ __forceinline__ void copy_boxes(const CUtensorMap* map, int step) {
+    const CUtensorMap* map = values ? &p_.values : &p_.keys;
     const AttentionParams& a = p_.attention;
     const int32_t* table = a.block_tables + tile_.request * a.table_stride;
     const int first = tile_.start + step * Shape::kKeys;
@@ -199,57 +134,22 @@ template <typename T, int kD> class CacheCopier {
 #pragma unroll
           for (int u = 0; u < kBatch; ++u) {
             if (i + u >= here) break;
-            const uint32_t target = slot + (warp_ + (done + i + u) * kCopiers) * p_.copy_rows * kAtomRow;
+            const int index = warp_ + (done + i + u) * kCopiers;
+            if (p_.whole_copies) {
+              tensor_copy(slot + index * (p_.copy_rows / 8) * p_.group_bytes, map, full, 0, 0, 0,
+                          tile_.kv_head * (static_cast<int>(a.block_size.value) / 8) + from_row[u] / 8, from_block[u]);
+              continue;
+            }
 #pragma unroll
             for (int atom = 0; atom < Shape::kAtoms; ++atom) {
-              tensor_copy(target + atom * Shape::kKeyAtom, map, full, atom * 64, from_row[u], tile_.kv_head, from_block[u]);
+              tensor_copy(slot + index * p_.copy_rows * kAtomRow + atom * Shape::kKeyAtom, map, full, atom * 64, from_row[u],
+                          tile_.kv_head, from_block[u]);
             }
           }
         }
       }
     }
-  }
-
-  // The same tile row by row: a lane finds a row's place, 16-byte chunks are shared out over the lanes and the copying warps.
-  __device__ __forceinline__ void copy_rows(bool values, int step) {
-    constexpr int kChunks = kD / 8;
-    const AttentionParams& a = p_.attention;
-    const int32_t* table = a.block_tables + tile_.request * a.table_stride;
-    const int first = tile_.start + step * Shape::kKeys;
-    const int rows = min(Shape::kKeys, tile_.seq_len - first);
-    const T* cache = static_cast<const T*>(values ? a.value_cache : a.key_cache) +
-                     tile_.kv_head * (values ? a.value_head_stride : a.key_head_stride);
-    const int64_t block_stride = values ? a.value_block_stride : a.key_block_stride;
-    const uint32_t slot = ring_ + place_.slot * Shape::kSlotBytes;
-    for (int base = 0; base < rows; base += 32) {
-      const int key = first + min(base + lane_, rows - 1);
-      const int column = a.block_size.divide(key);
-      const int64_t offset = table[column] * block_stride +
-                             static_cast<int64_t>(key - column * static_cast<int>(a.block_size.value)) * a.head_size;
-      if (base == 0) mbarrier_wait(shared_address(&control_->empty[place_.slot]), place_.parity ^ 1);
-#pragma unroll 8
-      for (int i = warp_; i < kChunks; i += kCopiers) {  // 32 rows of kChunks chunks are kChunks instructions
-        const int item = i * 32 + lane_, row = item / kChunks, chunk = item % kChunks;
-        const int64_t from = __shfl_sync(0xffffffffu, offset, row);
-        if (base + row >= rows) continue;  // what such a row holds is masked, and cleared from values
-        copy_async_16(slot + chunk / 8 * Shape::kKeyAtom + (base + row) * kAtomRow + ((chunk ^ row) & 7) * 16,
-                      cache + (chunk * 8 < a.head_size ? from + chunk * 8 : from), chunk * 8 < a.head_size);
-      }
-    }
-    commit_copies();
-    if (++pending_ > kLag) hand_over<kLag>();
-  }
-
-  // Hands over all tiles but the last kLeft: their copies are complete and visible to the products.
-  template <int kLeft> __device__ __forceinline__ void hand_over() {
-    if (pending_ <= kLeft) return;
-    wait_copies<kLeft>();
-    async_proxy_fence();
-    __syncwarp();
-    for (; pending_ > kLeft; --pending_) {
-      if (lane_ == 0) mbarrier_arrive(shared_address(&control_->full[ready_.slot]));
-      ready_.next();
-    }
+    place_.next();
   }
 
   const PrefillParams& p_;
@@ -257,8 +157,7 @@ template <typename T, int kD> class CacheCopier {
   uint32_t ring_;
   int warp_, lane_;
   Tile tile_;
-  Place<Shape::kSlots> place_, ready_;  // ready_: the oldest tile that is not handed over
-  int pending_ = 0;
+  Place<Shape::kSlots> place_;
 };
 
 // The block's next item of work: its own number first, then from the counter, or to and fro: 0 1 2 | 5 4 3 | 6 7 8 | ...
