@@ -44,7 +44,6 @@ class Linear:
         self._quantized: QuantizedProduct | None = None
         self.rows_at_once: int | None = None
         self._skinny_rows = 0  # up to so many rows, one pass of the hand-written kernel over the weight
-        self._skinny_dtype: torch.dtype | None = None  # of its results; None: x's
 
     def quantize(self, product: QuantizedProduct) -> None:
         """Mutates: the weight is given up for a quantised one."""
@@ -81,7 +80,7 @@ class Linear:
             return product if self.bias is None else product.add_(self.bias)
         assert self.weight is not None
         if 0 < x.shape[0] <= self._skinny_rows:
-            return kernels.skinny_gemm(x, self.weight, self.bias, out_dtype=self._skinny_dtype, overlap=True)
+            return kernels.skinny_gemm(x, self.weight, self.bias, overlap=True)
         return F.linear(x, self.weight, self.bias)
 
 
