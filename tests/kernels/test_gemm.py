@@ -94,6 +94,7 @@ def test_gated_is_silu_and_mul_of_the_product(device: str) -> None:
 def test_a_captured_graph_takes_the_rows_of_its_replay(device: str) -> None:
     if device == "cpu":
         pytest.skip("graphs are CUDA's")
+
     def matrix(rows: int, columns: int, seed: int) -> torch.Tensor:
         return embedded(rows, columns, torch.bfloat16, device, seed, columns**-0.5)
 
