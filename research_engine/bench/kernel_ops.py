@@ -200,6 +200,16 @@ OPS: dict[str, Op] = {
         CPU_PATHS,
         has_product=True,
     ),
+    "prefill_float8": Op(
+        "BxqxL:Hq/Hkv/D:block",
+        _PREFILL_SHAPES,
+        ("1x32x128:32/8/128:16",),
+        float8_attention_work,
+        problems.make_float8_attention,
+        tuple(PATHS),
+        CPU_PATHS,
+        has_product=True,
+    ),
     "rms_norm": Op(
         "TxH",
         ("256x4096", "8192x4096"),
