@@ -96,12 +96,17 @@ struct Shared {
   int num_there, winner;  // tokens in the list, or wanted for it
 };
 
-// What is kept: tokens of a cost below `cost`, and those of `cost` up to `id`.
+// What is kept: tokens of a cost below `cost`, and those of `cost` up to `id`; its mass. Measures tokens by their weight, or counts
+// those of `cost`.
 struct Cut {
   uint32_t cost;
   int id;
   uint64_t mass;
-  __device__ bool keeps(uint32_t c, int i) const { return c < cost || (c == cost && i <= id); }
+  bool counts = false;
+  __device__ __forceinline__ uint64_t operator()(uint32_t c, int i) const {
+    if (counts) return c == cost;
+    return c < cost || (c == cost && i <= id) ? weight_of(c) : 0;
+  }
 };
 
 // A block's part of a row. kChanges: there may be penalties, biases or a mask.
@@ -169,7 +174,7 @@ template <typename T, bool kChanges> class Row {
   __device__ __forceinline__ float least_logit() const;
   __device__ __forceinline__ float nth_best(int n, float best, float top, float scale);
   __device__ __forceinline__ const Mail* sum_masses();
-  template <typename F> __device__ __forceinline__ const Mail* sum_bounded(F&& f);
+  __device__ __forceinline__ const Mail* sum_bounded(const Cut& cut);
   __device__ __forceinline__ void clear_bins();
   __device__ __forceinline__ void clear_list();
   __device__ __forceinline__ void append(uint32_t key, int id);
@@ -178,8 +183,8 @@ template <typename T, bool kChanges> class Row {
   __device__ __forceinline__ void fill_bins(uint32_t path, int shift);
   __device__ __forceinline__ Cut select(bool by_mass, uint64_t target);
   __device__ __forceinline__ int tie(uint32_t wanted, uint64_t n);
-  template <typename F> __device__ __forceinline__ int draw_listed(uint64_t target, F&& weight);
-  template <typename F> __device__ __forceinline__ int64_t walk(const Mail* all, uint64_t target, F&& weight);
+  __device__ __forceinline__ int draw_listed(uint64_t target, const Cut& cut);
+  __device__ __forceinline__ int64_t walk(const Mail* all, uint64_t target, const Cut& cut);
   // --- sampling_report.cuh
   __device__ __forceinline__ void report(int64_t token);
   __device__ __forceinline__ void report_top(float least);
@@ -252,10 +257,10 @@ template <typename T, bool kChanges> class Row {
   __device__ __forceinline__ uint4* place(int warp, int step) const {
     return cache_ + (warp * p_.cached_steps + step) * 32 + lane_;
   }
-  // Logits of this lane's vector of a warp's step, and its first id.
-  template <bool kRaw> __device__ __forceinline__ int read(int warp, int step, float (&x)[kW]) const {
+  // Logits of this lane's vector of a warp's step, and its first id; `cached` is place(warp, 0).
+  template <bool kRaw> __device__ __forceinline__ int read(int warp, int step, const uint4* cached, float (&x)[kW]) const {
     const int id = first_id(first_step(warp) + step, lane_);
-    unpack<T>(step < p_.cached_steps ? *place(warp, step) : fetch(first_step(warp) + step), x);
+    widen<T>(step < p_.cached_steps ? cached[step * 32] : fetch(first_step(warp) + step), x);
     if (!kRaw) apply_changes(id, x);
     return id;
   }
@@ -279,9 +284,11 @@ template <typename T, bool kChanges> class Row {
   // Calls f(first id, logits) for this thread's vectors in ascending order.
   template <bool kRaw, typename F> __device__ __forceinline__ void visit(F&& f) const {
     const int steps = num_steps(warp_);
+    const uint4* cached = place(warp_, 0);
+#pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       float x[kW];
-      const int id = read<kRaw>(warp_, step, x);
+      const int id = read<kRaw>(warp_, step, cached, x);
       f(id, x);
     }
   }
@@ -305,7 +312,7 @@ template <typename T, bool kChanges> class Row {
         largest.add(raw[a]);
         if (changes) {
           float x[kW];
-          unpack<T>(raw[a], x);
+          widen<T>(raw[a], x);
           apply_changes(first_id(first_step(warp_) + at + a, lane_), x);
 #pragma unroll
           for (int e = 0; e < kW; ++e) changed_best = fmaxf(changed_best, x[e]);

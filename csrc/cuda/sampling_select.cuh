@@ -20,7 +20,7 @@ template <typename T, bool kChanges> __device__ __forceinline__ int64_t Row<T, k
   } else {
     const Mail* all = sum_masses();
     total = total_of(all);
-    if (!by_mass) return walk(all, draw_target(bits, total), [](uint32_t c, int) { return weight_of(c); });
+    if (!by_mass) return walk(all, draw_target(bits, total), Cut{kCostEnd, 0, total});
     const uint64_t spare = total - share_of(top_p, total);
     const uint64_t weight = spare / static_cast<uint64_t>(p_.vocab_size);
     if (weight > 1) bound_ = min(bound_, bound_of(weight));
@@ -28,11 +28,12 @@ template <typename T, bool kChanges> __device__ __forceinline__ int64_t Row<T, k
   list_tokens();
   if (listed_ >= 0 && rank_ != 0) return kElsewhere;
   Cut cut{0, 0, total};
-  if (by_count) cut = select(false, static_cast<uint64_t>(top_k_));
-  if (by_mass) cut = select(true, share_of(top_p, cut.mass));
+#pragma unroll 1
+  for (const bool mass : {false, true}) {
+    if (mass ? by_mass : by_count) cut = select(mass, mass ? share_of(top_p, cut.mass) : static_cast<uint64_t>(top_k_));
+  }
   const uint64_t target = draw_target(bits, cut.mass);
-  const auto kept = [&](uint32_t c, int id) { return cut.keeps(c, id) ? weight_of(c) : 0; };
-  return listed_ >= 0 ? draw_listed(target, kept) : walk(sum_bounded(kept), target, kept);
+  return listed_ >= 0 ? draw_listed(target, cut) : walk(sum_bounded(cut), target, cut);
 }
 
 // The largest cost that weighs at least `weight`, as sampling::cost_bound, by the lanes of a warp: 5 bits at a time.
@@ -77,17 +78,16 @@ template <typename T, bool kChanges> __device__ __forceinline__ const Mail* Row<
     const Weigher weigh(top_, scale_, bound_);
     return sum_row<false>([&](float x, int) { return weigh(x); });
   }
-  return sum_bounded([](uint32_t c, int) { return weight_of(c); });
+  return sum_bounded(Cut{kCostEnd, 0, 0});
 }
 
-// The blocks' sums of f(cost, id) over the tokens within the bound.
+// The blocks' sums of what the cut measures of the tokens within the bound.
 template <typename T, bool kChanges>
-template <typename F>
-__device__ __forceinline__ const Mail* Row<T, kChanges>::sum_bounded(F&& f) {
+__device__ __forceinline__ const Mail* Row<T, kChanges>::sum_bounded(const Cut& cut) {
   return sum_row<false>([&](float x, int id) -> uint64_t {
     if (x < least_) return 0;
     const uint32_t c = cost(x);
-    return c <= bound_ ? f(c, id) : 0;
+    return c <= bound_ ? cut(c, id) : 0;
   });
 }
 
@@ -237,20 +237,19 @@ __device__ __forceinline__ Cut Row<T, kChanges>::select(bool by_mass, uint64_t t
 
 // The id of the n-th token, from 1, of exactly this cost.
 template <typename T, bool kChanges> __device__ __forceinline__ int Row<T, kChanges>::tie(uint32_t wanted, uint64_t n) {
-  const auto alike = [&](uint32_t c, int) { return static_cast<uint64_t>(c == wanted); };
+  const Cut alike{wanted, 0, 0, true};
   return listed_ >= 0 ? draw_listed(n - 1, alike) : static_cast<int>(tell(walk(sum_bounded(alike), n - 1, alike)));
 }
 
-// The first listed token, in the order of ids, at which the running sum of weight(cost, id) exceeds `target`.
+// The first listed token, in the order of ids, at which the running sum of what the cut measures exceeds `target`.
 template <typename T, bool kChanges>
-template <typename F>
-__device__ __forceinline__ int Row<T, kChanges>::draw_listed(uint64_t target, F&& weight) {
+__device__ __forceinline__ int Row<T, kChanges>::draw_listed(uint64_t target, const Cut& cut) {
   const int shift = max(22 - __clz(p_.vocab_size - 1), 0);  // ids of a bin: 2^shift, at most 512
   clear_list();
   clear_bins();
   for (int i = threadIdx.x; i < listed_; i += kThreads) {
     const Listed token = s_->list[i];
-    const uint64_t mass = weight(token.key, token.id);
+    const uint64_t mass = cut(token.key, token.id);
     if (mass == 0) continue;
     atomicAdd(&s_->bins.low[token.id >> shift], static_cast<uint32_t>(mass) & 0xfffffu);
     atomicAdd(&s_->bins.high[token.id >> shift], static_cast<uint32_t>(mass >> 20));
@@ -284,19 +283,18 @@ __device__ __forceinline__ int Row<T, kChanges>::draw_listed(uint64_t target, F&
     uint64_t sum = 0;
     for (int j = 0; j < there; ++j) {
       const Listed other = s_->list[places[j]];
-      if (other.id < token.id) sum += weight(other.key, other.id);
+      if (other.id < token.id) sum += cut(other.key, other.id);
     }
-    if (sum <= rest && rest < sum + weight(token.key, token.id)) s_->winner = token.id;
+    if (sum <= rest && rest < sum + cut(token.key, token.id)) s_->winner = token.id;
   }
   __syncthreads();
   return s_->winner;
 }
 
-// The first token of the row within the bound, in the order of ids, at which the running sum of weight(cost, id) exceeds `target`;
-// kElsewhere in blocks that do not have it. `all` are the blocks' sums, s_->mass the warps'.
+// The first token of the row within the bound, in the order of ids, at which the running sum of what the cut measures exceeds
+// `target`; kElsewhere in blocks that do not have it. `all` are the blocks' sums, s_->mass the warps'.
 template <typename T, bool kChanges>
-template <typename F>
-__device__ __forceinline__ int64_t Row<T, kChanges>::walk(const Mail* all, uint64_t target, F&& weight) {
+__device__ __forceinline__ int64_t Row<T, kChanges>::walk(const Mail* all, uint64_t target, const Cut& cut) {
   int block = 0;
   while (block < p_.num_blocks - 1 && target >= all[block].sum) target -= all[block++].sum;
   if (rank_ != block) return kElsewhere;
@@ -314,11 +312,11 @@ __device__ __forceinline__ int64_t Row<T, kChanges>::walk(const Mail* all, uint6
     uint64_t weights[kW], sum = 0;
     int id = 0;
     if (at + warp_ < num_steps(owner)) {
-      id = read<false>(owner, at + warp_, x);
+      id = read<false>(owner, at + warp_, place(owner, 0), x);
 #pragma unroll
       for (int e = 0; e < kW; ++e) {
         const uint32_t c = cost(x[e]);
-        weights[e] = c <= bound_ ? weight(c, id + e) : 0;
+        weights[e] = c <= bound_ ? cut(c, id + e) : 0;
         sum += weights[e];
       }
     }

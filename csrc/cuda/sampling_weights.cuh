@@ -26,14 +26,27 @@ class Weigher {
     const float octaves = __fadd_rz(cost, kOctaves);
     const float rest = __fadd_rz(cost - (octaves - kOctaves), 16777216.0f);
     const float f = fmaf(rest, 5.9604644775390625e-08f, -1.0f);
-    const uint32_t mantissa = (__float_as_uint(sampling::mantissa_polynomial(f)) - 0x3e800000u) << 7;
-    const uint64_t weight = (static_cast<uint64_t>(mantissa) << 32) >> (__float_as_uint(octaves) & 63);
-    return cost < end_ ? weight : 0;
+    const uint32_t mantissa = cost < end_ ? (__float_as_uint(sampling::mantissa_polynomial(f)) - 0x3e800000u) << 7 : 0;
+    return (static_cast<uint64_t>(mantissa) << 32) >> (__float_as_uint(octaves) & 63);
   }
 
  private:
   float top_, scale_, end_;
 };
+
+// A vector's logits as float32: `unpack` with one instruction for each of two bfloat16.
+template <typename T> __device__ __forceinline__ void widen(const uint4& raw, float (&x)[kWidth<T>]) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[2 * i] = __uint_as_float(words[i] << 16);
+      x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    }
+  } else {
+    unpack<T>(raw, x);
+  }
+}
 
 // The larger, NaN where there is one.
 __device__ __forceinline__ float nan_max(float a, float b) {
@@ -72,7 +85,7 @@ template <> class Largest<float> {
  public:
   __device__ __forceinline__ void add(const uint4& raw) {
     float x[4];
-    unpack<float>(raw, x);
+    widen<float>(raw, x);
     value_[0] = nan_max(nan_max(value_[0], x[0]), x[1]);
     value_[1] = nan_max(nan_max(value_[1], x[2]), x[3]);
   }
