@@ -281,12 +281,12 @@ template <typename T, bool kChanges> class Row {
     }
   }
 
-  // Calls f(first id, logits) for this thread's vectors in ascending order.
-  template <bool kRaw, typename F> __device__ __forceinline__ void visit(F&& f) const {
+  // Calls f(first id, logits) for this thread's vectors in ascending order, from one on.
+  template <bool kRaw, typename F> __device__ __forceinline__ void visit(F&& f, int first = 0) const {
     const int steps = num_steps(warp_);
     const uint4* cached = place(warp_, 0);
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
+    for (int step = first; step < steps; ++step) {
       float x[kW];
       const int id = read<kRaw>(warp_, step, cached, x);
       f(id, x);
@@ -410,12 +410,23 @@ template <typename T, bool kChanges> class Row {
   }
 
   // The blocks' sums of f(logit, id) over the row, in Mail::sum; the warps' own stay in s_->mass.
-  template <bool kRaw, typename F> __device__ __forceinline__ const Mail* sum_row(F&& f) {
+  template <typename F> __device__ __forceinline__ const Mail* sum_row(F&& f) {
     uint64_t sum = 0;
-    visit<kRaw>([&](int first, const float (&x)[kW]) {
+    const auto add = [&](int first, const float (&x)[kW]) {
 #pragma unroll
       for (int e = 0; e < kW; ++e) sum += f(x[e], first + e);
-    });
+    };
+    const int cached = min(num_steps(warp_), p_.cached_steps);
+    const uint4* from = place(warp_, 0);
+    int id = first_id(first_step(warp_), lane_);
+#pragma unroll 1
+    for (int step = 0; step < cached; ++step, from += 32, id += 32 * kW) {  // most logits pass here
+      float x[kW];
+      widen<T>(*from, x);
+      apply_changes(id, x);
+      add(id, x);
+    }
+    visit<false>(add, cached);
     Mail mail{};
     mail.sum = block_sum(sum);
     return exchange(mail);

@@ -76,7 +76,7 @@ __device__ __forceinline__ float Row<T, kChanges>::nth_best(int n, float best, f
 template <typename T, bool kChanges> __device__ __forceinline__ const Mail* Row<T, kChanges>::sum_masses() {
   if (scale_ < INFINITY) {
     const Weigher weigh(top_, scale_, bound_);
-    return sum_row<false>([&](float x, int) { return weigh(x); });
+    return sum_row([&](float x, int) { return weigh(x); });
   }
   return sum_bounded(Cut{kCostEnd, 0, 0});
 }
@@ -84,7 +84,7 @@ template <typename T, bool kChanges> __device__ __forceinline__ const Mail* Row<
 // The blocks' sums of what the cut measures of the tokens within the bound.
 template <typename T, bool kChanges>
 __device__ __forceinline__ const Mail* Row<T, kChanges>::sum_bounded(const Cut& cut) {
-  return sum_row<false>([&](float x, int id) -> uint64_t {
+  return sum_row([&](float x, int id) -> uint64_t {
     if (x < least_) return 0;
     const uint32_t c = cost(x);
     return c <= bound_ ? cut(c, id) : 0;

@@ -26,11 +26,22 @@ class Weigher {
     const float octaves = __fadd_rz(cost, kOctaves);
     const float rest = __fadd_rz(cost - (octaves - kOctaves), 16777216.0f);
     const float f = fmaf(rest, 5.9604644775390625e-08f, -1.0f);
-    const uint32_t mantissa = cost < end_ ? (__float_as_uint(sampling::mantissa_polynomial(f)) - 0x3e800000u) << 7 : 0;
+    const uint32_t mantissa = if_less(cost, end_, (__float_as_uint(sampling::mantissa_polynomial(f)) - 0x3e800000u) << 7);
     return (static_cast<uint64_t>(mantissa) << 32) >> (__float_as_uint(octaves) & 63);
   }
 
  private:
+  // a < b ? value : 0, never by a branch, which would part the logits of a vector.
+  __device__ __forceinline__ static uint32_t if_less(float a, float b, uint32_t value) {
+#ifdef __CUDA_ARCH__
+    uint32_t result;
+    asm("{\n.reg .pred less;\nsetp.lt.f32 less, %1, %2;\nselp.b32 %0, %3, 0, less;\n}" : "=r"(result) : "f"(a), "f"(b), "r"(value));
+    return result;
+#else
+    return a < b ? value : 0;
+#endif
+  }
+
   float top_, scale_, end_;
 };
 
