@@ -13,7 +13,8 @@
 //            3. Without truncation, or with min-p alone: the mass of all tokens (second mail); the block that holds the drawn
 //               point finds the warp by the warps' masses, then gives that warp's steps to its warps, one each.
 //            4. Otherwise a bound: no token of a cost above it can be kept. By min-p; by top-k: the worst of the blocks' k/n-th
-//               best of their threads' best tokens; by top-p: tokens that, all together, weigh less than 1 - p of the mass.
+//               best of their threads' best tokens; by top-p: a guess of some 1,000 tokens by the same means, right if they have
+//               the mass; failing that, tokens that, all together, weigh less than 1 - p of the mass.
 //            5. Up to 2,048 tokens within the bound, which is usual, are listed, and the cluster's first block goes on alone.
 //            6. top-k, then top-p: a radix select over the 30 bits of the cost, 10 at a time, by histograms of counts and masses
 //               in shared memory; ties at the cut are kept by id. The draw: by a histogram of the masses over ids.
@@ -40,6 +41,7 @@ constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kMostBlocks = 8;      // of a row
 constexpr int kBins = 2 * kThreads;  // of a histogram: 10 bits of the cost
 constexpr int kListed = 2048;
+constexpr int kGuessed = 768;  // tokens that top-p is tried on first; half as many again come with them
 constexpr int kAhead = 4;  // vectors of the first pass in flight in a thread
 constexpr uint32_t kAll = 0xffffffffu;
 constexpr int64_t kElsewhere = INT32_MIN;  // the token, in blocks that were not needed to find it
@@ -173,13 +175,13 @@ template <typename T, bool kChanges> class Row {
   __device__ __forceinline__ uint32_t bound_of(uint64_t weight) const;
   __device__ __forceinline__ float least_logit() const;
   __device__ __forceinline__ float nth_best(int n, float best, float top, float scale);
-  __device__ __forceinline__ const Mail* sum_masses();
+  __device__ __forceinline__ const Mail* sum_masses(float least);
   __device__ __forceinline__ const Mail* sum_bounded(const Cut& cut);
   __device__ __forceinline__ void clear_bins();
   __device__ __forceinline__ void clear_list();
   __device__ __forceinline__ void append(uint32_t key, int id);
   __device__ __forceinline__ void list_tokens();
-  __device__ __forceinline__ int gather_list();
+  __device__ __forceinline__ int gather_list(uint64_t mass);
   __device__ __forceinline__ void fill_bins(uint32_t path, int shift);
   __device__ __forceinline__ Cut select(bool by_mass, uint64_t target);
   __device__ __forceinline__ int tie(uint32_t wanted, uint64_t n);
@@ -409,8 +411,8 @@ template <typename T, bool kChanges> class Row {
     return within + (warp_ > 0 ? __shfl_sync(kAll, until, warp_ - 1) : 0);
   }
 
-  // The blocks' sums of f(logit, id) over the row, in Mail::sum; the warps' own stay in s_->mass.
-  template <typename F> __device__ __forceinline__ const Mail* sum_row(F&& f) {
+  // The blocks' sums of f(logit, id) over the row, in Mail::sum; the warps' own stay in s_->mass. Takes `least` along.
+  template <typename F> __device__ __forceinline__ const Mail* sum_row(float least, F&& f) {
     uint64_t sum = 0;
     const auto add = [&](int first, const float (&x)[kW]) {
 #pragma unroll
@@ -429,6 +431,7 @@ template <typename T, bool kChanges> class Row {
     visit<false>(add, cached);
     Mail mail{};
     mail.sum = block_sum(sum);
+    mail.least = least;
     return exchange(mail);
   }
   __device__ __forceinline__ uint64_t total_of(const Mail* all) const {
@@ -453,6 +456,7 @@ template <typename T, bool kChanges> class Row {
   double norm_ = 0;
   uint32_t bound_ = kCostEnd - 1;
   int top_k_ = 0;    // 0: off
+  uint64_t listed_mass_ = 0;
   int listed_ = -1;  // tokens in the first block's list, or -1: it was too short
   int turn_ = 0;
   bool edits_ = false;

@@ -64,7 +64,7 @@ template <typename T, bool kChanges> __device__ __forceinline__ void Row<T, kCha
       }
     });
   }
-  const int listed = gather_list();
+  const int listed = gather_list(0);
   if (listed >= wanted) {
     for (int i = threadIdx.x; rank_ == 0 && i < listed; i += kThreads) {
       const float x = __uint_as_float(s_->list[i].key);

@@ -14,18 +14,22 @@ template <typename T, bool kChanges> __device__ __forceinline__ int64_t Row<T, k
   if (least_kept > 1) bound_ = bound_of(least_kept);
   const uint64_t bits = random_bits(static_cast<uint64_t>(p_.seeds[row_]), static_cast<uint64_t>(p_.positions[row_]));
 
-  uint64_t total = 0;
-  if (by_count) {
-    bound_ = min(bound_, cost(least));
-  } else {
-    const Mail* all = sum_masses();
+  const uint32_t widest = bound_;
+  uint64_t total = 0, kept = 0;
+  if (!by_count) {
+    const int guess = min(share_of_block(kGuessed), kThreads / 2);
+    const Mail* all = sum_masses(by_mass ? nth_best(guess, best_, top_, scale_) : 0.0f);
     total = total_of(all);
     if (!by_mass) return walk(all, draw_target(bits, total), Cut{kCostEnd, 0, total});
-    const uint64_t spare = total - share_of(top_p, total);
-    const uint64_t weight = spare / static_cast<uint64_t>(p_.vocab_size);
-    if (weight > 1) bound_ = min(bound_, bound_of(weight));
+    kept = share_of(top_p, total);
+    for (int r = 0; r < p_.num_blocks; ++r) least = fmaxf(least, all[r].least);
   }
-  list_tokens();
+#pragma unroll 1
+  for (const bool last : {false, true}) {
+    bound_ = min(widest, last ? bound_of(max((total - kept) / static_cast<uint64_t>(p_.vocab_size), uint64_t{1})) : cost(least));
+    list_tokens();
+    if (by_count || (listed_ >= 0 && listed_mass_ >= kept)) break;
+  }
   if (listed_ >= 0 && rank_ != 0) return kElsewhere;
   Cut cut{0, 0, total};
 #pragma unroll 1
@@ -72,11 +76,11 @@ __device__ __forceinline__ float Row<T, kChanges>::nth_best(int n, float best, f
   return float_of(block_min(order_of(static_cast<int>(bin) <= last ? best : INFINITY)));
 }
 
-// The blocks' masses of the tokens within the bound.
-template <typename T, bool kChanges> __device__ __forceinline__ const Mail* Row<T, kChanges>::sum_masses() {
+// The blocks' masses of the tokens within the bound, and their `least`, but at a vanishing temperature.
+template <typename T, bool kChanges> __device__ __forceinline__ const Mail* Row<T, kChanges>::sum_masses(float least) {
   if (scale_ < INFINITY) {
     const Weigher weigh(top_, scale_, bound_);
-    return sum_row([&](float x, int) { return weigh(x); });
+    return sum_row(least, [&](float x, int) { return weigh(x); });
   }
   return sum_bounded(Cut{kCostEnd, 0, 0});
 }
@@ -84,7 +88,7 @@ template <typename T, bool kChanges> __device__ __forceinline__ const Mail* Row<
 // The blocks' sums of what the cut measures of the tokens within the bound.
 template <typename T, bool kChanges>
 __device__ __forceinline__ const Mail* Row<T, kChanges>::sum_bounded(const Cut& cut) {
-  return sum_row([&](float x, int id) -> uint64_t {
+  return sum_row(-INFINITY, [&](float x, int id) -> uint64_t {
     if (x < least_) return 0;
     const uint32_t c = cost(x);
     return c <= bound_ ? cut(c, id) : 0;
@@ -122,16 +126,21 @@ template <typename T, bool kChanges> __device__ __forceinline__ void Row<T, kCha
       }
     });
   }
-  listed_ = gather_list();
+  __syncthreads();
+  uint64_t mass = 0;
+  for (int i = threadIdx.x; i < min(s_->num_there, kListed); i += kThreads) mass += weight_of(s_->list[i].key);
+  listed_ = gather_list(block_sum(mass));
 }
 
-// All blocks' lists to the first block's; how many tokens they have together, or -1 where that is too many. No block's list is
-// needed any longer afterwards but the first one's.
-template <typename T, bool kChanges> __device__ __forceinline__ int Row<T, kChanges>::gather_list() {
+// All blocks' lists to the first block's; how many tokens they have together, or -1 where that is too many. Sums their masses.
+// No block's list is needed any longer afterwards but the first one's.
+template <typename T, bool kChanges> __device__ __forceinline__ int Row<T, kChanges>::gather_list(uint64_t mass) {
   __syncthreads();
   Mail mail{};
+  mail.sum = mass;
   mail.id = s_->num_there;
   const Mail* all = exchange(mail);
+  listed_mass_ = total_of(all);
   int total = 0;
   for (int r = 0; r < p_.num_blocks; ++r) total += all[r].id;
   if (total > kListed) return -1;
