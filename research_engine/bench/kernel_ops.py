@@ -117,7 +117,7 @@ def _blocks_bytes(sizes: Sizes, element_size: int) -> int:
     return 2 * sizes["P"] * sizes["layers"] * sizes["Hkv"] * sizes["block"] * sizes["D"] * element_size
 
 
-SAMPLING_PATHS = ("greedy", "plain", "top_k_top_p", "top_p", "all")
+SAMPLING_PATHS = ("greedy", "plain", "top_k", "top_p", "top_k_top_p", "min_p", "all")
 
 
 def swap_work(sizes: Sizes, element_size: int, path: str) -> Work:
@@ -285,7 +285,7 @@ OPS: dict[str, Op] = {
     ),
     "sample": Op(
         "SxV",
-        ("1x131072", "32x131072", "256x131072"),
+        ("1x131072", "64x131072", "256x49152", "256x131072"),
         ("16x49152",),
         lambda s, e, path: Work(s["S"] * s["V"] * e, 10 * s["S"] * s["V"], "read"),
         problems.make_sample,
