@@ -30,8 +30,8 @@
 // Versions   1 keys in equal runs, heads as the 16 rows of the product, 3 stages: 549 us at 128 x 4,096. 2 one pass to merge: 547,
 //            and 15.0 us instead of 32 at 1 x 1,024. 3 heads as the 8 columns: 529. 4 L2 prefetch of 128 bytes: 524. 5 two
 //            stages: 503, the memory system had been over-full. 6 quantised caches (not measured yet). 7 clusters for small batches,
-//            keys and values first out of the L2 cache, tables prefetched (not measured yet); 8 heads a tile above D = 128,
-//            where 16 spilled 860 bytes.
+//            keys and values first out of the L2 cache: on another H200 14.7 to 13.9 us at 1 x 1,024, 37.0 to 29.1 at 8 x 2,048, 565 to
+//            529 at 128 x 4,096; 8 heads a tile above D = 128, where 16 spilled 860 bytes.
 // Roofline   2 x keys x Hkv x D elements of 2 bytes, or of 1; the products are 13 % of the tensor rate when memory is saturated (G <= 16).
 // Reached    one H200, bf16, blocks of 16, version 5 (docs/performance.md): 4.28 TB/s at 128 x 4,096 tokens with 32/8 heads of 128,
 //            4.44 with 32/32; 14.1 us at 1 x 1,024, 5.0 of them an empty launch's. Geometric mean over 16 configurations 0.98 of
