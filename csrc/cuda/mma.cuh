@@ -18,13 +18,9 @@ __device__ inline void copy_async_16(uint32_t destination, const void* source, b
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
 }
 // How the L2 cache keeps what is read once: first out, so that it drives nothing else out, dirty lines above all.
-__device__ inline uint64_t read_once_policy(int kind) {
+__device__ inline uint64_t read_once_policy() {
   uint64_t policy;
-  if (kind == 0) {
-    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  } else {
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  }
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 __device__ inline void copy_async_16(uint32_t destination, const void* source, bool valid, uint64_t policy) {

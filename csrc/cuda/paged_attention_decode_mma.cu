@@ -53,10 +53,9 @@ void launch_decode_mma(const PagedAttention& args, AttentionParams params, Strea
     const char* value = std::getenv(name);
     return value != nullptr ? std::atoi(value) : otherwise;
   };
-  params.kv_policy = option("RESEARCH_ENGINE_DECODE_POLICY", 1);
-  params.cluster_slack = option("RESEARCH_ENGINE_DECODE_SLACK", 4);
+  params.cluster_slack = option("RESEARCH_ENGINE_DECODE_SLACK", 40);
+  params.touch_cache = option("RESEARCH_ENGINE_DECODE_TOUCH", 0);
   params.most_cluster = option("RESEARCH_ENGINE_DECODE_CLUSTER", kMostCluster);
-  if (!option("RESEARCH_ENGINE_DECODE_PREFETCH", 1)) params.table_entries = INT64_MAX;
   const bool cut_by_load = sizes.unit_keys == kStep && args.split_size == 0;
   params.split_size = cut_by_load ? 0 : static_cast<int>(std::min<int64_t>(sizes.unit_keys, INT32_MAX / 2));
   if (args.split_size > 0 && sizes.slots > 0) {  // one counter a row and group: too many to keep from call to call

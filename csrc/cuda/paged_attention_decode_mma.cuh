@@ -30,8 +30,8 @@
 // Versions   1 keys in equal runs, heads as the 16 rows of the product, 3 stages: 549 us at 128 x 4,096. 2 one pass to merge: 547,
 //            and 15.0 us instead of 32 at 1 x 1,024. 3 heads as the 8 columns: 529. 4 L2 prefetch of 128 bytes: 524. 5 two
 //            stages: 503, the memory system had been over-full. 6 quantised caches (not measured yet). 7 clusters for small batches,
-//            keys and values first out of the L2 cache, tables prefetched (not measured yet); 8 heads a tile above D = 128,
-//            where 16 spilled 860 bytes.
+//            keys and values first out of the L2 cache: on another H200 14.7 to 13.9 us at 1 x 1,024, 37.0 to 29.1 at 8 x 2,048, 565 to
+//            529 at 128 x 4,096; 8 heads a tile above D = 128, where 16 spilled 860 bytes.
 // Roofline   2 x keys x Hkv x D elements of 2 bytes, or of 1; the products are 13 % of the tensor rate when memory is saturated (G <= 16).
 // Reached    one H200, bf16, blocks of 16, version 5 (docs/performance.md): 4.28 TB/s at 128 x 4,096 tokens with 32/8 heads of 128,
 //            4.44 with 32/32; 14.1 us at 1 x 1,024, 5.0 of them an empty launch's. Geometric mean over 16 configurations 0.98 of
@@ -61,7 +61,7 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeTile<C, kD, k
       : Tile(p) {
     stages_ = shared;
     ring_ = shared_address(shared) + warp_ * 2 * Shape::kTileBytes;
-    policy_ = read_once_policy(p.kv_policy);
+    policy_ = read_once_policy();
     sums_ = reinterpret_cast<float*>(shared + Shape::kStages * Shape::kStageBytes);
     ends_ = reinterpret_cast<float2*>(sums_ + kRows * Shape::kSumStride);
     factors_ = reinterpret_cast<float*>(ends_ + kWarps * kRows);
@@ -112,6 +112,7 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeTile<C, kD, k
     if (warp_ == 0 && p_.table_entries <= static_cast<int64_t>(gridDim.x) * 32 * kEntries && at < p_.table_entries) {
       prefetch_l2(p_.block_tables + at);
     }
+    if (p_.touch_cache && threadIdx.x < 2) prefetch_l2(threadIdx.x == 0 ? p_.key_cache : p_.value_cache);
   }
 
   // The block id of the next key to load; asked for one step before it is needed.
@@ -467,6 +468,13 @@ template <typename C, int kD, int kRows> int64_t clusters_of(int size) {
   return count;
 }
 
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  check(cudaGetDevice(&device), kOp);
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), kOp);
+  return count;
+}
+
 // With fewer (row, head group)s than blocks, each may be given a cluster of them, the largest that all fit in at once.
 template <typename C, int kD, int kRows> void launch_for_rows(AttentionParams p, int64_t blocks, Stream stream) {
   LaunchShape shape{blocks, kThreads, MmaShape<C, kD, kRows>::kSharedBytes};
@@ -479,6 +487,9 @@ template <typename C, int kD, int kRows> void launch_for_rows(AttentionParams p,
     shape.cluster = p.cluster = size;
     shape.blocks = clusters * size;
   }
+  // A block that has a multiprocessor for itself takes little more than half the time for a step (measured on an H200).
+  const bool alone = MmaShape<C, kD, kRows>::kBlocksPerSm > 1 && lines * p.cluster <= multiprocessors();
+  p.cluster_cost = alone ? 9 : 16;
   launch_after(kOp, decode_mma_kernel<C, kD, kRows>, shape, stream, p);
 }
 

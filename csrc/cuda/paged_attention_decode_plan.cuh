@@ -53,7 +53,7 @@ struct Cursor {
 struct Plan {
   int num_rows, num_groups, unit_keys;
   bool fixed;      // every unit is a piece
-  bool by_cluster;    // every (row, group) belongs to one cluster, of p.cluster blocks, and to no other
+  bool by_cluster = false;  // every (row, group) belongs to one cluster, of p.cluster blocks, and to no other
   int num_blocks;   // that take part
   int share, more;  // units of a block; the first `more` blocks have one more
   int begin, end;   // this block's run
@@ -153,8 +153,10 @@ __device__ inline bool find_share(const AttentionParams& p, Plan& plan, Cursor& 
     longest = max(longest, scratch[kWarps + w]);
   }
   plan.num_blocks = min(static_cast<int>(gridDim.x), total);
-  plan.by_cluster = p.cluster > 0 && total > 0 &&
-                 (longest + p.cluster - 1) / p.cluster <= total / plan.num_blocks + p.cluster_slack;
+  if (p.cluster > 0 && total > 0) {
+    const int64_t steps = (longest + p.cluster - 1) / p.cluster;
+    plan.by_cluster = steps * p.cluster_cost <= int64_t{total} * 16 / plan.num_blocks + p.cluster_slack;
+  }
   if (plan.by_cluster) return find_cluster_share(p, plan, c);
   const int block = blockIdx.x;
   if (block >= plan.num_blocks) return false;

@@ -13,19 +13,23 @@ from research_engine import kernels
 from tests.kernels.attention_cases import make_batch
 
 SOURCES = [file for file in (Path(__file__).parents[2] / "csrc" / "cuda").glob("*.cu*") if file.name != "launch.cuh"]
-EARLY = re.compile(r"(\w+)\(const __grid_constant__ AfterPredecessor<[^()]*> after\) \{\s*([^;]*);")
+EARLY = re.compile(r"(\w+)\(const __grid_constant__ AfterPredecessor<[^()]*> after\) \{(.*?)\n\}", re.DOTALL)
+FIRST = re.compile(r"\s*const [\w<>]+& p = after\.(wait|constants)\(\);")
 
 
 def kernels_of(source: Path) -> dict[str, str]:
-    """The kernels of a file that may start early, and the first statement of each."""
+    """The kernels of a file that may start early, and their bodies."""
     return dict(EARLY.findall(source.read_text()))
 
 
-def test_the_wait_is_the_first_statement_of_every_kernel_that_may_start_early() -> None:
-    found = {name: first for source in SOURCES for name, first in kernels_of(source).items()}
+def test_every_kernel_that_may_start_early_waits_before_any_block_may_leave() -> None:
+    found = {name: body for source in SOURCES for name, body in kernels_of(source).items()}
     assert {"rms_norm_kernel", "silu_and_mul_kernel", "rotary_kernel", "decode_mma_kernel"} <= found.keys()
-    late = [name for name, first in found.items() if not re.fullmatch(r"const [\w<>]+& p = after\.wait\(\)", first)]
-    assert not late, f"{late}: blocks that leave or read before after.wait() break the order of the kernels before them"
+    for name, body in found.items():
+        assert FIRST.match(body), f"{name}: begins with neither after.wait() nor after.constants()"
+        before, waits, _ = body.partition("after.wait()")
+        assert waits, f"{name}: never waits"
+        assert "return" not in before, f"{name}: blocks may leave before the wait"
 
 
 def test_the_attribute_is_set_in_one_place() -> None:
