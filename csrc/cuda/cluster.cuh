@@ -1,19 +1,37 @@
-// Instructions of sm_90 that CUDA C++ has no short names for: thread block clusters, and launches that overlap the kernel before.
-//
-// Compiled for older architectures they do nothing, so that a kernel has to be launched there in clusters of one and without
-// overlap: `runs_sm90_code` (cuda_launch.h) tells which code the device runs.
+// Thread block clusters of sm_90: a barrier over the blocks of a cluster, and the shared memory of another block.
+// Compiled for older architectures a cluster is one block.
 #pragma once
 
 #include <cstdint>
 
+#include "mma.cuh"
+
 namespace research_engine::cuda {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-// Lets kernels that were launched with overlap start as soon as every block of this one has called this or ended.
-__device__ __forceinline__ void let_dependents_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// Waits until the kernels that this one overlaps are complete, and sees what they wrote.
-__device__ __forceinline__ void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
+// What any thread of the cluster wrote before is visible to all of them after. All threads call it.
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The same place in the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) {
+  uint32_t result;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(address), "r"(rank));
+  return result;
+}
+__device__ __forceinline__ float4 load_cluster_16(uint32_t address) {
+  float4 value;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+__device__ __forceinline__ float2 load_cluster_8(uint32_t address) {
+  float2 value;
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
+  return value;
+}
 __device__ __forceinline__ int cluster_rank() {
   int rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -28,19 +46,24 @@ __device__ __forceinline__ void store_remote(uint32_t address, int rank, float2 
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(remote), "f"(value.x), "f"(value.y) : "memory");
 }
-#else
-__device__ __forceinline__ void let_dependents_start() {}
-__device__ __forceinline__ void wait_for_prerequisites() {}
+
+#else  // a cluster is one block
+
+__device__ __forceinline__ void cluster_barrier() { __syncthreads(); }
+__device__ __forceinline__ uint32_t cluster_address(uint32_t address, int) { return address; }
+__device__ __forceinline__ float4 load_cluster_16(uint32_t address) {
+  const uint4 raw = load_shared_16(address);
+  return make_float4(__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z), __uint_as_float(raw.w));
+}
+__device__ __forceinline__ float2 load_cluster_8(uint32_t address) {
+  const uint2 raw = load_shared_8(address);
+  return make_float2(__uint_as_float(raw.x), __uint_as_float(raw.y));
+}
 __device__ __forceinline__ int cluster_rank() { return 0; }
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void store_remote(uint32_t, int, float2) {}
-#endif
 
-// First of all in a kernel launched with overlap: only its own launch is hidden, and nothing is read or written before its turn.
-__device__ __forceinline__ void start_overlapped() {
-  let_dependents_start();
-  wait_for_prerequisites();
-}
+#endif
 
 }  // namespace research_engine::cuda

@@ -48,6 +48,14 @@ void launch_decode_mma(const PagedAttention& args, AttentionParams params, Strea
   }
   params.num_rows = args.path == 0 ? args.seq_lens.shape[0] : args.query.shape[0];
   params.num_counters = sizes.counters;
+  params.table_entries = (args.block_tables.shape[0] - 1) * args.block_tables.strides[0] + args.block_tables.shape[1];
+  const auto option = [](const char* name, int otherwise) {
+    const char* value = std::getenv(name);
+    return value != nullptr ? std::atoi(value) : otherwise;
+  };
+  params.kv_policy = option("RESEARCH_ENGINE_DECODE_POLICY", 1);
+  params.line_slack = option("RESEARCH_ENGINE_DECODE_SLACK", 4);
+  if (!option("RESEARCH_ENGINE_DECODE_PREFETCH", 1)) params.table_entries = INT64_MAX;
   const bool cut_by_load = sizes.unit_keys == kStep && args.split_size == 0;
   params.split_size = cut_by_load ? 0 : static_cast<int>(std::min<int64_t>(sizes.unit_keys, INT32_MAX / 2));
   if (args.split_size > 0 && sizes.slots > 0) {  // one counter a row and group: too many to keep from call to call

@@ -16,7 +16,7 @@ from research_engine.kernels._checks import (
 )
 from research_engine.kernels._extension import _C, check_scale_values, host, stream_of, traced
 
-PATHS = {"auto": 0, "simple": 1, "decode": 2, "prefill": 3, "decode_fma": 4, "prefill_fma": 5}
+PATHS = {"auto": 0, "simple": 1, "decode": 2, "prefill": 3, "decode_fma": 4, "prefill_fma": 5, "prefill_mma": 6}
 CPU_PATHS = ("auto", "decode", "prefill")
 
 
@@ -73,7 +73,8 @@ def paged_attention(
         out: `[T, Hq, D]`, last dimension contiguous, of query's dtype; made when None.
         lse: float32 `[T, Hq]`, contiguous: takes the logarithms of the denominators, sinks included.
         path: "auto" picks a kernel for each request; "decode" and "prefill" force one. On CUDA also "simple", and
-            "decode_fma" and "prefill_fma" (those without tensor cores).
+            "decode_fma" and "prefill_fma" (those without tensor cores) and "prefill_mma" (the prefill kernel on
+            mma.sync where the arguments suit it, on Hopper too).
         split_size: keys that one decode item takes. Given, a row's result is bitwise the same whatever the batch
             around it; None chooses it by the batch, for speed.
         workspace: CUDA only: float32, contiguous, memory for split partials, of `paged_attention_workspace(...)`

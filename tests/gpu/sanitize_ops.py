@@ -41,6 +41,8 @@ ATTENTION_CASES: list[tuple[int, int, int, dict[str, object]]] = [
     (192, 16, 7, {"sliding_window": 1}),
     (128, 4, 16, {"cache_dtype": torch.float8_e4m3fn}),
     (64, 3, 32, {"cache_dtype": torch.int8, "split_size": 64}),
+    (96, 7, 16, {"cache_dtype": torch.int8, "sliding_window": 33, "softcap": 5.0}),
+    (256, 2, 1, {"cache_dtype": torch.float8_e4m3fn, "causal": False, "sinks": True}),
 ]
 
 
