@@ -17,10 +17,11 @@
 //               The order is that of K and of the cluster: a row's bits do not depend on the other rows.
 //            5. Launched with overlap, the ring is filled while kernels ahead still run: W, a constant, does not depend on them.
 // Roofline   memory: N K 2 bytes; x is read once a block, through L2.
-// Reached    on one H200, in a graph of launches over weights that L2 does not hold, with overlap, at one row: 4.48 TB/s for 128256 x
-//            4096, 4.3 for 28672 x 4096, 4.2 for 4096 x 14336, 3.8 for 6144 x 4096, 3.5 for 4096 x 4096.
-// Tried      a ring for 64, 80, 96, 128 KiB an SM: the more the better, by some 2 %. A cluster of 2, 4 or 8 where x fits in a block:
-//            slower by 4 to 100 %, as each round waits. L2 prefetch of 256 bytes with the copies: slower by 3 to 12 %.
+// Reached    on one H200, in a graph of launches over weights that L2 does not hold, with overlap, at one row, in bf16: 4.46 TB/s
+//            for 128256 x 4096, 4.32 for 28672 x 4096, 4.21 for 4096 x 14336, 3.94 for 6144 x 4096, 3.62 for 4096 x 4096; cuBLAS in
+//            the same run 4.27, 4.16, 3.67, 3.32, 2.50. This was with sums added up after every tile and without clusters.
+// Tried      64, 80 and 96 KiB under way an SM: the more the better, by up to 5 %. A cluster of 2, 4 or 8 where x fits in a block:
+//            slower by 3 to 130 %, as it meets after every tile. L2 prefetch of 256 bytes with the copies: slower by 4 to 13 %.
 #pragma once
 
 #include "../common/cuda_dtype.h"
@@ -47,7 +48,9 @@ struct SkinnyGemmParams {
 };
 
 // Units of the depth that the block of a rank takes.
-__host__ __device__ inline int first_unit_of(int units, int cluster_size, int rank) { return static_cast<int>(static_cast<int64_t>(units) * rank / cluster_size); }
+__host__ __device__ inline int first_unit_of(int units, int cluster_size, int rank) {
+  return static_cast<int>(static_cast<int64_t>(units) * rank / cluster_size);
+}
 
 constexpr int kRoundPairs = 256;  // of a round's tiles by tokens: sums of a row of W and of the one that shares its thread
 
