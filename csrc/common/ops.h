@@ -142,8 +142,8 @@ void swap_blocks(TensorView source, TensorView destination, TensorView pairs, St
 int64_t paged_attention_workspace(const PagedAttention& args);
 // float32 elements that quantized_matmul uses as `workspace` for T rows of x and a weight of N padded columns and depth K.
 int64_t quantized_matmul_workspace(QuantizedKind kind, int64_t tokens, int64_t columns, int64_t depth, int device);
-// Rows of x, at most 16, that skinny_gemm multiplies in one pass over a weight of N columns and depth K; 0: none.
-int64_t skinny_gemm_rows(int64_t columns, int64_t depth, int device);
+// Rows of x, at most 16, that skinny_gemm multiplies in one pass over a weight of depth K; 0: none.
+int64_t skinny_gemm_rows(int64_t depth, int device);
 // reshape_and_cache where the caches' type is not the tokens'.
 void write_quantized(TensorView key, TensorView value, TensorView key_cache, TensorView value_cache, TensorView slot_mapping,
                      TensorView key_scale, TensorView value_scale, Stream stream);

@@ -8,26 +8,32 @@ namespace research_engine::cuda {
 namespace {
 
 constexpr const char* kOp = "skinny_gemm";
-constexpr int kWarps = 8, kStages = 5;
-constexpr int kMostRows = 16, kMostDevices = 64;
+constexpr int kWarps = 8, kMostRows = 16, kMostDevices = 64;
 constexpr int kClusterSizes[] = {1, 2, 4, 8};
+constexpr int kLargeShared = 160 * 1024;  // bytes a block: A100 and H100 have more, GPUs for desks some 100 KiB
 
-template <int kTokenTiles> using Shared = SkinnyGemmShared<kTokenTiles, kWarps, kStages>;
-template <typename T, int kTokenTiles> constexpr auto kKernel = &skinny_gemm_kernel<T, kTokenTiles, kWarps, kStages>;
+// Stages of the rings, as many as leave room for x.
+constexpr int count_stages(bool large, int token_tiles) { return !large ? 3 : token_tiles == 1 ? 6 : 5; }
 
-int64_t shared_bytes(int tokens, int units, int cluster_size) {
-  return tokens <= 8 ? Shared<1>::bytes(tokens, units, cluster_size) : Shared<2>::bytes(tokens, units, cluster_size);
+template <typename T, bool kLarge, int kTokenTiles>
+constexpr auto kKernel = &skinny_gemm_kernel<T, kTokenTiles, kWarps, count_stages(kLarge, kTokenTiles)>;
+
+template <typename T> auto kernel_for(bool large, int tokens) {
+  if (large) return tokens <= 8 ? kKernel<T, true, 1> : kKernel<T, true, 2>;
+  return tokens <= 8 ? kKernel<T, false, 1> : kKernel<T, false, 2>;
 }
 
 // What is asked of a device once. Clusters that fit at a time, a block a multiprocessor; none where it runs code of before sm_90.
 struct Device {
   int multiprocessors = 0, shared_bytes = 0;
+  bool large = false;
   int clusters[std::size(kClusterSizes)] = {};
 
   explicit Device(int device) {
     check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), kOp);
     check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), kOp);
-    const auto kernel = kKernel<__nv_bfloat16, 1>;
+    large = shared_bytes >= kLargeShared;
+    const auto kernel = kernel_for<__nv_bfloat16>(large, 1);
     const bool sm90_code = runs_sm90_code(kOp, reinterpret_cast<const void*>(kernel));
     clusters[0] = multiprocessors;
     for (size_t i = 1; sm90_code && i < std::size(kClusterSizes); ++i) {
@@ -53,32 +59,29 @@ struct Plan {
   int rows = 0;     // of x, in one pass over the weight
 };
 
-// Depends on the weight's shape alone, so that a row's sum has one order. The cost is in bytes of the busiest multiprocessor: its
-// units, an eighth of a tile for reading x, and what a cluster's barriers take, once for each pass that 16 rows need.
-Plan make_plan(const Device& device, int tiles, int units) {
-  constexpr int64_t kBarrierBytes = 14000;  // some 400 ns
-  Plan best;
-  int64_t best_cost = INT64_MAX;
+// The smallest cluster whose blocks have room for x; where none has, the rows for which the one that takes most has.
+Plan make_plan(const Device& device, int tokens, int units) {
+  Plan plan;
   for (int i = 0; i < static_cast<int>(std::size(kClusterSizes)); ++i) {
-    const int size = kClusterSizes[i];
-    int rows = kMostRows;
-    while (rows > 0 && shared_bytes(rows, units, size) > device.shared_bytes) --rows;
-    if (rows == 0 || device.clusters[i] == 0 || size > std::max(units, 1)) continue;
-    const int64_t tile_bytes = ceil_div(units, size) * kWarpUnitBytes;
-    const int64_t pass = ceil_div(tiles, device.clusters[i]) * tile_bytes + tile_bytes / 8 + i * kBarrierBytes;
-    const int64_t cost = pass * ceil_div(kMostRows, rows);
-    if (cost < best_cost) best = {i, rows}, best_cost = cost;
+    if (device.clusters[i] == 0 || kClusterSizes[i] > units) continue;
+    const auto fits = [&](int rows) {
+      return skinny_gemm_shared_bytes(kWarps, count_stages(device.large, rows <= 8 ? 1 : 2), rows, units, kClusterSizes[i]) <= device.shared_bytes;
+    };
+    int rows = tokens;
+    while (rows > 0 && !(fits(rows) && (rows == tokens || fits(std::min(rows, 8))))) --rows;  // also those left for the last pass
+    if (rows > plan.rows) plan = {i, rows};
+    if (rows == tokens) break;
   }
-  return best;
+  return plan;
 }
 
 int count_tiles(int64_t columns, bool gated) { return static_cast<int>(ceil_div(columns, gated ? 8 : 16)); }
 
 }  // namespace
 
-int64_t skinny_gemm_rows(int64_t columns, int64_t depth, int device) {
+int64_t skinny_gemm_rows(int64_t depth, int device) {
   const DeviceGuard guard(device, kOp);
-  return make_plan(device_of(device), count_tiles(columns, false), static_cast<int>(ceil_div(depth, kUnitDepth))).rows;
+  return make_plan(device_of(device), kMostRows, static_cast<int>(ceil_div(depth, kUnitDepth))).rows;
 }
 
 void skinny_gemm(const SkinnyGemm& args, Stream stream) {
@@ -104,7 +107,7 @@ void skinny_gemm(const SkinnyGemm& args, Stream stream) {
   p.units = static_cast<int>(ceil_div(p.depth, kUnitDepth));
   p.gated = args.gated;
   p.float_out = args.out.dtype == DType::f32;
-  const Plan plan = make_plan(device, p.tiles, p.units);
+  const Plan plan = make_plan(device, static_cast<int>(tokens), p.units);
   if (plan.rows == 0) {
     throw std::invalid_argument("skinny_gemm: a row of x, " + std::to_string(p.depth) + " elements, does not fit in the shared memory of " +
                                 "device " + std::to_string(args.x.device) + "; use torch's product");
@@ -115,11 +118,12 @@ void skinny_gemm(const SkinnyGemm& args, Stream stream) {
     p.x = args.x.ptr<const char>() + row * p.x_stride;
     p.out = args.out.ptr<char>() + row * p.out_stride * element_size(args.out.dtype);
     p.tokens = static_cast<int>(std::min<int64_t>(plan.rows, tokens - row));
-    const int64_t bytes = shared_bytes(p.tokens, p.units, p.cluster_size);
-    const auto start = [&](auto kernel) { launch_after(kOp, kernel, {blocks, 32 * kWarps, bytes, p.cluster_size, args.overlap}, stream, p); };
+    const int stages = count_stages(device.large, p.tokens <= 8 ? 1 : 2);
+    const int64_t bytes = skinny_gemm_shared_bytes(kWarps, stages, p.tokens, p.units, p.cluster_size);
+    const LaunchShape shape{blocks, 32 * kWarps, bytes, p.cluster_size, args.overlap};
     switch (args.x.dtype) {
-      case DType::bf16: start(p.tokens <= 8 ? kKernel<__nv_bfloat16, 1> : kKernel<__nv_bfloat16, 2>); break;
-      case DType::f16: start(p.tokens <= 8 ? kKernel<__half, 1> : kKernel<__half, 2>); break;
+      case DType::bf16: launch_after(kOp, kernel_for<__nv_bfloat16>(device.large, p.tokens), shape, stream, p); break;
+      case DType::f16: launch_after(kOp, kernel_for<__half>(device.large, p.tokens), shape, stream, p); break;
       default: throw std::invalid_argument("skinny_gemm: the CUDA kernel takes float16 and bfloat16");
     }
   }

@@ -10,14 +10,18 @@
 //            2. A unit is 16 rows by 64 in depth. The warps of a block take the units of a tile of rows in turn. Every thread
 //               copies the very bytes that it will multiply, asynchronously, into a ring of its own of kStages units: no barrier
 //               is needed, the ring runs on across tiles, and kWarps * (kStages - 1) * 2 KiB are under way on a multiprocessor.
-//            3. One block a multiprocessor stays for all tiles that are its own and keeps its part of x in shared memory. In a
-//               cluster of C blocks each takes a C-th of the depth, so that x fits and few tiles still fill the machine.
-//            4. At the end of a tile the warps' sums are added in their order, then those of the cluster's blocks in theirs, in
-//               the block whose turn it is; the cluster's barrier is awaited a tile later. The order is that of K and N alone: a
-//               row's bits do not depend on the other rows, nor on how many there are.
+//            3. One block a multiprocessor stays for all tiles that are its own and keeps x in shared memory. Where all of x does
+//               not fit, a cluster of blocks shares the depth.
+//            4. After four tiles (two where there are more than 8 rows of x) the warps' sums are added in their order, then those
+//               of the cluster's blocks in theirs, in the block whose turn it is; the cluster's barrier is awaited a round later.
+//               The order is that of K and of the cluster: a row's bits do not depend on the other rows.
 //            5. Launched with overlap, the ring is filled while kernels ahead still run: W, a constant, does not depend on them.
 // Roofline   memory: N K 2 bytes; x is read once a block, through L2.
-// Reached    not measured yet.
+// Reached    on one H200, in a graph of launches over weights that L2 does not hold, with overlap, at one row, in bf16: 4.46 TB/s
+//            for 128256 x 4096, 4.32 for 28672 x 4096, 4.21 for 4096 x 14336, 3.94 for 6144 x 4096, 3.62 for 4096 x 4096; cuBLAS in
+//            the same run 4.27, 4.16, 3.67, 3.32, 2.50. This was with sums added up after every tile and without clusters.
+// Tried      64, 80 and 96 KiB under way an SM: the more the better, by up to 5 %. A cluster of 2, 4 or 8 where x fits in a block:
+//            slower by 3 to 130 %, as it meets after every tile. L2 prefetch of 256 bytes with the copies: slower by 4 to 13 %.
 #pragma once
 
 #include "../common/cuda_dtype.h"
@@ -44,18 +48,23 @@ struct SkinnyGemmParams {
 };
 
 // Units of the depth that the block of a rank takes.
-__host__ __device__ inline int first_unit_of(int units, int cluster_size, int rank) { return static_cast<int>(static_cast<int64_t>(units) * rank / cluster_size); }
+__host__ __device__ inline int first_unit_of(int units, int cluster_size, int rank) {
+  return static_cast<int>(static_cast<int64_t>(units) * rank / cluster_size);
+}
 
-template <int kTokenTiles, int kWarps, int kStages>
-struct SkinnyGemmShared {
-  static constexpr int kRing = kWarps * kStages * kWarpUnitBytes;
-  static constexpr int kSums = kWarps * kTokenTiles * 512;  // of a tile
-  static constexpr int kGathered = kTokenTiles * 512;       // of a block of the cluster
-  static int x_pitch(int units, int cluster_size) { return (units + cluster_size - 1) / cluster_size * kUnitDepth * 2 + kRowPadding; }
-  static int64_t bytes(int tokens, int units, int cluster_size) {
-    return kRing + 2 * kSums + (cluster_size > 1 ? cluster_size * kGathered : 0) + static_cast<int64_t>(tokens) * x_pitch(units, cluster_size);
-  }
-};
+constexpr int kRoundPairs = 256;  // of a round's tiles by tokens: sums of a row of W and of the one that shares its thread
+
+// Shared memory, in this order: the rings, the warps' sums of a round, those of the cluster's blocks, x.
+__host__ __device__ constexpr int ring_bytes(int warps, int stages) { return warps * stages * kWarpUnitBytes; }
+__host__ __device__ constexpr int sums_bytes(int warps) { return warps * kRoundPairs * 8; }
+__host__ __device__ constexpr int gathered_bytes(int cluster_size) { return cluster_size > 1 ? cluster_size * kRoundPairs * 8 : 0; }
+__host__ __device__ constexpr int x_pitch_bytes(int units, int cluster_size) {
+  return (units + cluster_size - 1) / cluster_size * (kUnitDepth * 2) + kRowPadding;
+}
+inline int64_t skinny_gemm_shared_bytes(int warps, int stages, int tokens, int units, int cluster_size) {
+  return ring_bytes(warps, stages) + sums_bytes(warps) + gathered_bytes(cluster_size) +
+         static_cast<int64_t>(tokens) * x_pitch_bytes(units, cluster_size);
+}
 
 // Copies this lane's bytes of one unit after the other, tile after tile.
 template <int kWarps, int kStages>
@@ -109,8 +118,8 @@ struct WeightStream {
 template <typename T, int kTokenTiles, int kWarps, int kStages>
 __global__ void __launch_bounds__(32 * kWarps, 1) skinny_gemm_kernel(const __grid_constant__ AfterPredecessor<SkinnyGemmParams> after) {
   const SkinnyGemmParams& p = after.constants();  // only the weight is read before the wait
-  using Shared = SkinnyGemmShared<kTokenTiles, kWarps, kStages>;
   constexpr int kThreads = 32 * kWarps, kLoadsAtOnce = 8;
+  constexpr int kRoundTiles = 4 / kTokenTiles;  // tiles whose sums a thread keeps before they are added up
   extern __shared__ __align__(16) char shared[];
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, row = lane / 4, quad = lane % 4;
   const int rank = p.cluster_size > 1 ? cluster_rank() : 0;
@@ -118,11 +127,11 @@ __global__ void __launch_bounds__(32 * kWarps, 1) skinny_gemm_kernel(const __gri
   const int unit_begin = first_unit_of(p.units, p.cluster_size, rank), unit_end = first_unit_of(p.units, p.cluster_size, rank + 1);
   const int steps = unit_begin + warp < unit_end ? (unit_end - unit_begin - warp - 1) / kWarps + 1 : 0;
   const uint32_t ring = shared_address(shared) + warp * (kStages * kWarpUnitBytes);
-  float* sums = reinterpret_cast<float*>(shared + Shared::kRing);  // [2][warp][token tile][4][lane]
-  float2* gathered = reinterpret_cast<float2*>(shared + Shared::kRing + 2 * Shared::kSums);  // [rank][token tile][2][lane]
-  const int x_offset = Shared::kRing + 2 * Shared::kSums + (p.cluster_size > 1 ? p.cluster_size * Shared::kGathered : 0);
+  float* sums = reinterpret_cast<float*>(shared + ring_bytes(kWarps, kStages));  // [warp][tile][token tile][4][lane]
+  float2* gathered = reinterpret_cast<float2*>(shared + ring_bytes(kWarps, kStages) + sums_bytes(kWarps));  // [rank][tile][token tile][2][lane]
+  const int x_offset = ring_bytes(kWarps, kStages) + sums_bytes(kWarps) + gathered_bytes(p.cluster_size);
   const int x_vectors = (unit_end - unit_begin) * (kUnitDepth / 8);
-  const int x_pitch = (p.units + p.cluster_size - 1) / p.cluster_size * (kUnitDepth * 2) + kRowPadding;
+  const int x_pitch = x_pitch_bytes(p.units, p.cluster_size);
 
   WeightStream<kWarps, kStages> stream(p, ring, first_tile, tile_step, unit_begin + warp, steps);
 #pragma unroll 1
@@ -150,10 +159,10 @@ __global__ void __launch_bounds__(32 * kWarps, 1) skinny_gemm_kernel(const __gri
   __syncthreads();
 
   // A pair of sums of this thread, those of a row of W and of the one that shares its thread: to out.
-  const int token = thread / 64 * 8 + 2 * quad + thread / 32 % 2;  // of the first 64 kTokenTiles threads
-  const bool writes = thread < 64 * kTokenTiles && token < p.tokens;
-  const auto finish = [&](int tile, float2 pair) {
-    const int column = tile * p.tile_rows + row;
+  const int token = thread / 64 % kTokenTiles * 8 + 2 * quad + thread / 32 % 2, own_tile = thread / (64 * kTokenTiles) * tile_step;
+  const bool writes = thread < kRoundPairs && token < p.tokens;
+  const auto finish = [&](int round, float2 pair) {
+    const int column = (round + own_tile) * p.tile_rows + row;
     const auto bias = [&](int n) { return p.bias == nullptr ? 0.0f : to_float(reinterpret_cast<const T*>(p.bias)[n]); };
     const auto store = [&](int n, float value) {
       const int64_t index = token * p.out_stride + n;
@@ -172,25 +181,23 @@ __global__ void __launch_bounds__(32 * kWarps, 1) skinny_gemm_kernel(const __gri
       if (column + 8 < p.columns) store(column + 8, pair.y + bias(column + 8));
     }
   };
-  // The sums of the cluster's blocks for a tile, in the block that they were stored into.
-  const auto finish_gathered = [&](int tile) {
+  // The sums of the cluster's blocks for a round, in the block that they were stored into.
+  const auto finish_gathered = [&](int round) {
     if (!writes) return;
     float2 total = gathered[thread];
 #pragma unroll 1
     for (int r = 1; r < p.cluster_size; ++r) {
-      const float2 other = gathered[r * (64 * kTokenTiles) + thread];
+      const float2 other = gathered[r * kRoundPairs + thread];
       total.x += other.x;
       total.y += other.y;
     }
-    finish(tile, total);
+    finish(round, total);
   };
 
   const uint32_t own_x = shared_address(shared) + x_offset + row * x_pitch + quad * 16 + warp * (kUnitDepth * 2);
-  int stage = 0, buffer = 0, turn = 0;  // turn: the rank that finishes the tile
-  int last_tile = -1;
-#pragma unroll 1
-  for (int tile = first_tile; tile < p.tiles; tile += tile_step) {
-    float totals[kTokenTiles][4] = {};
+  int stage = 0, turn = 0;  // turn: the rank that finishes the round
+  // This warp's units of the next tile.
+  const auto multiply_tile = [&](float (&totals)[kTokenTiles][4]) {
     uint32_t x_address = own_x;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
@@ -212,40 +219,51 @@ __global__ void __launch_bounds__(32 * kWarps, 1) skinny_gemm_kernel(const __gri
       }
       x_address += kWarps * kUnitDepth * 2;
     }
+  };
 
-    float* tile_sums = sums + buffer * (Shared::kSums / 4);
-    buffer ^= 1;
+  int last_round = -1;
+#pragma unroll 1
+  for (int round = first_tile; round < p.tiles; round += kRoundTiles * tile_step) {
+    float totals[kRoundTiles][kTokenTiles][4] = {};
 #pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) tile_sums[(warp * kTokenTiles + t) * 128 + e * 32 + lane] = totals[t][e];
+    for (int i = 0; i < kRoundTiles; ++i) {
+      if (round + i * tile_step < p.tiles) multiply_tile(totals[i]);
     }
-    __syncthreads();  // also: all have read what the next tile but one overwrites
+    if (last_round >= 0) __syncthreads();  // all have read the sums of the last round
+#pragma unroll
+    for (int i = 0; i < kRoundTiles; ++i) {
+#pragma unroll
+      for (int t = 0; t < kTokenTiles; ++t) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sums[warp * (2 * kRoundPairs) + (i * kTokenTiles + t) * 128 + e * 32 + lane] = totals[i][t][e];
+      }
+    }
+    __syncthreads();
     float2 pair = make_float2(0.0f, 0.0f);
     if (writes) {
-      const float* from = tile_sums + thread / 64 * 128 + thread % 64;
+      const float* from = sums + thread / 64 * 128 + thread % 64;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
-        pair.x += from[w * kTokenTiles * 128];
-        pair.y += from[w * kTokenTiles * 128 + 64];
+        pair.x += from[w * (2 * kRoundPairs)];
+        pair.y += from[w * (2 * kRoundPairs) + 64];
       }
     }
     if (p.cluster_size == 1) {
-      if (writes) finish(tile, pair);
-      continue;
+      if (writes) finish(round, pair);
+    } else {
+      cluster_wait();  // all sums of the last round are there
+      if (last_round >= 0) {
+        if (turn == rank) finish_gathered(last_round);
+        turn = turn + 1 == p.cluster_size ? 0 : turn + 1;
+      }
+      if (writes) store_remote(shared_address(gathered + rank * kRoundPairs + thread), turn, pair);
+      cluster_arrive();
     }
-    cluster_wait();  // all sums of the last tile are there
-    if (last_tile >= 0) {
-      if (turn == rank) finish_gathered(last_tile);
-      turn = turn + 1 == p.cluster_size ? 0 : turn + 1;
-    }
-    if (writes) store_remote(shared_address(gathered + rank * (64 * kTokenTiles) + thread), turn, pair);
-    cluster_arrive();
-    last_tile = tile;
+    last_round = round;
   }
   if (p.cluster_size > 1) {
     cluster_wait();
-    if (last_tile >= 0 && turn == rank) finish_gathered(last_tile);
+    if (last_round >= 0 && turn == rank) finish_gathered(last_round);
   }
 }
 

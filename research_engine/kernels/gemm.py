@@ -24,7 +24,8 @@ def skinny_gemm(
 ) -> torch.Tensor:
     """`x W^T + bias` for at most 16 rows of x; sums are float32 and rounded once.
 
-    A row's bits depend neither on the other rows nor on how many there are.
+    A row's bits do not depend on the other rows; on their number only on a GPU, where K is so large that a thread block
+    does not hold all of x.
 
     Args:
         x: `[T, K]`, T at most 16, K a multiple of 8, rows contiguous at any stride that is a multiple of 16 bytes.
@@ -60,10 +61,10 @@ def skinny_gemm(
 def skinny_gemm_rows(weight: torch.Tensor) -> int:
     """Rows of x, at most 16, for which `skinny_gemm` reads this CUDA weight once; for more it does so again.
 
-    0: K is too large for the device's shared memory, and the op refuses it. It depends on the shape and the device.
+    0: K is too large for the device's shared memory, and the op refuses it. It depends on K and the device.
     """
     stream_of(weight)
-    return _C.skinny_gemm_rows(weight.shape[0], weight.shape[1], weight.get_device())
+    return _C.skinny_gemm_rows(weight.shape[1], weight.get_device())
 
 
 def _check_shapes(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> None:
