@@ -52,7 +52,7 @@ template <typename... Parameters, typename... Arguments>
 void launch(const char* op, void (*kernel)(Parameters...), int64_t blocks, dim3 threads, int64_t shared_bytes,
             Stream stream, const Arguments&... arguments) {
   if (!check_grid(op, blocks)) return;
-  if (shared_bytes > 48 * 1024) {
+  if (shared_bytes > 32 * 1024) {  // from 48 KiB on it has to be asked for, a kernel's static shared memory included
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
           op);
   }

@@ -91,7 +91,7 @@ inline bool overlap_wanted() {
 namespace detail {
 
 inline void allow(const char* op, const void* kernel, const LaunchShape& shape) {
-  if (shape.shared_bytes > 48 * 1024) {
+  if (shape.shared_bytes > 32 * 1024) {  // see `launch`
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes)), op);
   }
   if (shape.cluster > 8) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), op);

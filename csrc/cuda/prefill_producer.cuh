@@ -16,7 +16,7 @@ constexpr int kGroupRows = 64;      // of a consumer's tile
 
 // A variant, for measuring: warps of the producer warpgroup that bring keys and values (the others plan and bring queries).
 #ifndef RESEARCH_ENGINE_PREFILL_COPIERS
-#define RESEARCH_ENGINE_PREFILL_COPIERS 1
+#define RESEARCH_ENGINE_PREFILL_COPIERS 2
 #endif
 constexpr int kCopiers = RESEARCH_ENGINE_PREFILL_COPIERS;
 static_assert(kCopiers >= 1 && kCopiers <= 3);
