@@ -7,10 +7,16 @@
 namespace research_engine::cuda {
 namespace {
 
-// Of all threads of the cluster; what they wrote before `arrive`, to any block's memory, can be read after `wait`.
+// Of all threads of the cluster; what they wrote before their fence, to any block's memory, can be read after `wait`. The fence
+// waits for memory, and so is for the threads that need it.
+__device__ __forceinline__ void cluster_fence() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.acq_rel.cluster;" ::: "memory");
+#endif
+}
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ void cluster_wait() {

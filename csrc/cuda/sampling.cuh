@@ -346,19 +346,22 @@ template <typename T, bool kChanges> class Row {
   __device__ __forceinline__ const Mail* exchange(const Mail& mine) {
     Mail* all = s_->mail[turn_];
     turn_ ^= 1;
-    if (static_cast<int>(threadIdx.x) < p_.num_blocks) *cluster_peer(all + rank_, threadIdx.x) = mine;
+    if (static_cast<int>(threadIdx.x) < p_.num_blocks) {
+      *cluster_peer(all + rank_, threadIdx.x) = mine;
+      if (p_.num_blocks > 1) cluster_fence();
+    }
     barrier();
     return all;
   }
-  __device__ __forceinline__ int share_of_block(int count) const { return (count + p_.num_blocks - 1) / p_.num_blocks; }
+  // Of the cluster, and of a block's threads for its own memory; other blocks' memory is for threads behind a fence.
   __device__ __forceinline__ void barrier() const {
+    __syncthreads();
     if (p_.num_blocks > 1) {
       cluster_arrive();
       cluster_wait();
-    } else {
-      __syncthreads();
     }
   }
+  __device__ __forceinline__ int share_of_block(int count) const { return (count + p_.num_blocks - 1) / p_.num_blocks; }
   // A token that one block knows, or all, in all blocks.
   __device__ __forceinline__ int64_t tell(int64_t token) {
     Mail mail{};
