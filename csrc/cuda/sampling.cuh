@@ -18,17 +18,16 @@
 //            5. Up to 2,048 tokens within the bound, which is usual, are listed, and the cluster's first block goes on alone.
 //            6. top-k, then top-p: a radix select over the 30 bits of the cost, 10 at a time, by histograms of counts and masses
 //               in shared memory; ties at the cut are kept by id. The draw: by a histogram of the masses over ids.
-// Roofline   memory: S V elements read once (256 x 131,072 in 16 bits: 67 MB, 14 us of 4.69 TB/s). A draw takes 21 instructions a
-//            logit for its weight, 1 for the maximum in 16 bits and 2 for loads: 25 us of issue slots at 256 x 131,072.
+// Roofline   memory: S V elements read once (256 x 131,072 in 16 bits: 67 MB, 14 us of 4.69 TB/s). The loop over weights has 175
+//            instructions for 8 logits in 16 bits, with its load: 22 us of issue slots at 256 x 131,072.
 // Versions   1 a block of 1,024 threads a row: 157 us at 256 x 128,256 in float32, 56 us for one row, whose block walked the drawn
 //              warp's steps one after the other and converted between integers and floats three times a logit.
 //            2 this one: clusters, weights without conversions, two blocks a multiprocessor, so that one loads as the other weighs.
 // Reached    not measured yet.
 #pragma once
 
-#include <algorithm>
-
 #include "cluster.cuh"
+#include "sampling_params.cuh"
 #include "sampling_weights.cuh"
 
 namespace research_engine::cuda {
@@ -36,8 +35,8 @@ namespace {
 
 using namespace sampling;
 
-constexpr const char* kOp = "sample";
 constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kBlocksAnSm = 2;
 constexpr int kMostBlocks = 8;      // of a row
 constexpr int kBins = 2 * kThreads;  // of a histogram: 10 bits of the cost
 constexpr int kListed = 2048;
@@ -45,30 +44,6 @@ constexpr int kGuessed = 768;  // tokens that top-p is tried on first; half as m
 constexpr int kAhead = 4;  // vectors of the first pass in flight in a thread
 constexpr uint32_t kAll = 0xffffffffu;
 constexpr int64_t kElsewhere = INT32_MIN;  // the token, in blocks that were not needed to find it
-
-struct SamplingParams {
-  const void* logits;
-  int64_t row_stride, seen_stride, bias_stride, allowed_stride;
-  int num_rows, vocab_size, num_steps;
-  int num_blocks, block_steps, warp_steps, cached_steps;  // blocks of a row; steps of a block, of a warp, in shared memory
-  bool aligned;
-  const float *temperature, *top_p, *min_p;
-  const int32_t* top_k;
-  const int64_t *seeds, *positions;
-  const float *repetition, *presence, *frequency;
-  int32_t *seen_tokens, *seen_counts, *seen_lengths;
-  const int32_t* slots;
-  int num_slots, seen_capacity;
-  bool count_drawn;
-  const int32_t* bias_tokens;
-  const float* bias_values;
-  int num_biases;
-  const int32_t* allowed;
-  float* workspace;
-  int64_t *token_ids, *ranks, *top_ids;
-  float *logprobs, *top_logprobs;
-  int num_top;
-};
 
 struct Listed {
   uint32_t key;  // a cost, or a logit's bits
