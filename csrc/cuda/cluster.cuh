@@ -39,6 +39,11 @@ __device__ __forceinline__ int cluster_rank() {
 }
 // The two halves of a barrier over all threads of the cluster; what was written before one is seen after the other.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// The same for writes before the writing thread's own fence alone: a fence waits for memory, which others need not.
+__device__ __forceinline__ void cluster_fence() { asm volatile("fence.acq_rel.cluster;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // Stores into the shared memory of the block of that rank, at the address that `address` is here.
 __device__ __forceinline__ void store_remote(uint32_t address, int rank, float2 value) {
@@ -68,6 +73,8 @@ __device__ __forceinline__ float2 load_cluster_8(uint32_t address) {
 }
 __device__ __forceinline__ int cluster_rank() { return 0; }
 __device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_fence() {}
+__device__ __forceinline__ void cluster_arrive_relaxed() {}
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void store_remote(uint32_t, int, float2) {}
 template <typename T> __device__ __forceinline__ T* cluster_peer(T* mine, int) { return mine; }

@@ -391,7 +391,7 @@ template <typename C, int kD> class RowTile {
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
         const float reference = finite_top(top) * factor_;
-        rescale[half] = exp2_fast(top_[m][half] * factor_ - reference);
+        rescale[half] = exp2_fast(__fmul_rn(top_[m][half], factor_) - reference);  // 1 where the maximum stays, see wgmma's
         top_[m][half] = top;
         float sums[2] = {sum_[m][half] * rescale[half], 0.0f};
 #pragma unroll

@@ -289,7 +289,9 @@ template <typename T, int kD, bool kScored> class Consumer {
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
       const float reference = finite_top(top) * factor_;
-      rescale[half] = exp2_fast(top_[half] * factor_ - reference);
+      // Rounded as `reference` is: fused with the subtraction, a tile that brings no new maximum would not give 1 exactly, and a
+      // row's bits would depend on how many such tiles its neighbours need.
+      rescale[half] = exp2_fast(__fmul_rn(top_[half], factor_) - reference);
       top_[half] = top;
       float sums[2] = {sum_[half] * rescale[half], 0.0f};
 #pragma unroll

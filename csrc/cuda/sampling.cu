@@ -1,43 +1,14 @@
-// sample: the launch of the kernel in sampling.cuh: blocks of a row, and memory.
-#include "sampling.cuh"
+// sample: its arguments as the kernel of sampling.cuh takes them, and its workspace.
+#include "sampling_params.cuh"
 
 namespace research_engine::cuda {
 namespace {
 
-constexpr int kBlocksAnSm = 2;
-
-template <typename T, bool kChanges>
-__global__ void __launch_bounds__(kThreads, kBlocksAnSm) sampling_kernel(const __grid_constant__ AfterPredecessor<SamplingParams> after) {
-  const SamplingParams& p = after.wait();
-  extern __shared__ __align__(128) char shared[];
-  const int clusters = gridDim.x / p.num_blocks;
-  for (int row = blockIdx.x / p.num_blocks; row < p.num_rows; row += clusters) {
-    Row<T, kChanges>(p, shared, row).run();
-    if (row + clusters < p.num_rows) __syncthreads();  // shared memory is the next row's
-  }
-}
-
-int device_attribute(cudaDeviceAttr attribute, int device) {
-  int value = 0;
-  check(cudaDeviceGetAttribute(&value, attribute, device), kOp);
-  return value;
-}
-
 // Rows at a time that have changes, each with a slice of the workspace.
 int64_t changed_rows(int64_t rows, int device) {
-  return std::min<int64_t>(rows, device_attribute(cudaDevAttrMultiProcessorCount, device));
-}
-
-// Thread blocks of a row: as few as keep its part in shared memory, and more as long as all fit the GPU at a time and have a
-// vector a thread.
-int blocks_of(int64_t rows, int64_t steps, int64_t available, int device) {
-  const int64_t places = kBlocksAnSm * device_attribute(cudaDevAttrMultiProcessorCount, device);
-  int blocks = 1;
-  while (blocks < kMostBlocks && steps >= 2 * blocks * kWarps &&
-         (ceil_div(steps, blocks) * 512 > available || rows * blocks * 2 <= places)) {
-    blocks *= 2;
-  }
-  return blocks;
+  int processors = 0;
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), kOp);
+  return std::min<int64_t>(rows, processors);
 }
 
 }  // namespace
@@ -98,30 +69,9 @@ void sample(const Sampling& args, Stream stream) {
   p.num_top = args.top_ids ? static_cast<int>(args.top_ids.shape[1]) : 0;
   p.aligned = vector_aligned(args.logits, args.logits.strides[0]);
 
+  const bool changes = edits || args.allowed_tokens;
   dispatch_float(args.logits.dtype, kOp, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const auto launch_kernel = [&](auto kernel) {
-      p.num_steps = static_cast<int>(ceil_div(vocab_size, 32 * kWidth<T>));
-      // A multiprocessor's shared memory is that of its blocks, of each of which the system takes 1 KiB.
-      const int64_t memory = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) / kBlocksAnSm - 1024;
-      const int64_t fixed = (sizeof(Shared) + 15) / 16 * 16;
-      p.num_blocks = runs_sm90_code(kOp, reinterpret_cast<const void*>(kernel)) ? blocks_of(clusters, p.num_steps, memory - fixed, device) : 1;
-      p.block_steps = static_cast<int>(ceil_div(p.num_steps, p.num_blocks));
-      p.warp_steps = static_cast<int>(ceil_div(p.block_steps, kWarps));
-      const int64_t bitmap = edits ? int64_t{4} * p.block_steps * kWidth<T> : 0, available = memory - fixed - bitmap;
-      if (fixed + bitmap > device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
-        throw std::invalid_argument("sample: penalties and biases over a vocabulary of " + std::to_string(vocab_size) +
-                                    " need a bit a token in shared memory, which this GPU has too little of");
-      }
-      p.cached_steps = static_cast<int>(std::min<int64_t>(p.warp_steps, std::max<int64_t>(available, 0) / (kWarps * 512)));
-      const int64_t shared_bytes = fixed + bitmap + int64_t{kWarps} * p.cached_steps * 512;
-      launch_after(kOp, kernel, {clusters * p.num_blocks, kThreads, shared_bytes, p.num_blocks}, stream, p);
-    };
-    if (edits || args.allowed_tokens) {
-      launch_kernel(sampling_kernel<T, true>);
-    } else {
-      launch_kernel(sampling_kernel<T, false>);
-    }
+    launch_sampling<typename decltype(tag)::type>(p, clusters, edits, changes, device, stream);
   });
 }
 

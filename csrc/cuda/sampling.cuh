@@ -18,18 +18,16 @@
 //            5. Up to 2,048 tokens within the bound, which is usual, are listed, and the cluster's first block goes on alone.
 //            6. top-k, then top-p: a radix select over the 30 bits of the cost, 10 at a time, by histograms of counts and masses
 //               in shared memory; ties at the cut are kept by id. The draw: by a histogram of the masses over ids.
-// Roofline   memory: S V elements read once (256 x 131,072 in 16 bits: 67 MB, 14 us of 4.69 TB/s). A draw takes 21 instructions a
-//            logit for its weight, 1 for the maximum in 16 bits and 2 for loads: 25 us of issue slots at 256 x 131,072.
+// Roofline   memory: S V elements read once (256 x 131,072 in 16 bits: 67 MB, 14 us of 4.69 TB/s). The loop over weights has 175
+//            instructions for 8 logits in 16 bits, with its load: 22 us of issue slots at 256 x 131,072.
 // Versions   1 a block of 1,024 threads a row: 157 us at 256 x 128,256 in float32, 56 us for one row, whose block walked the drawn
 //              warp's steps one after the other and converted between integers and floats three times a logit.
 //            2 this one: clusters, weights without conversions, two blocks a multiprocessor, so that one loads as the other weighs.
 // Reached    not measured yet.
 #pragma once
 
-#include <algorithm>
-
 #include "cluster.cuh"
-#include "launch.cuh"
+#include "sampling_params.cuh"
 #include "sampling_weights.cuh"
 
 namespace research_engine::cuda {
@@ -37,8 +35,8 @@ namespace {
 
 using namespace sampling;
 
-constexpr const char* kOp = "sample";
 constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kBlocksAnSm = 2;
 constexpr int kMostBlocks = 8;      // of a row
 constexpr int kBins = 2 * kThreads;  // of a histogram: 10 bits of the cost
 constexpr int kListed = 2048;
@@ -46,30 +44,6 @@ constexpr int kGuessed = 768;  // tokens that top-p is tried on first; half as m
 constexpr int kAhead = 4;  // vectors of the first pass in flight in a thread
 constexpr uint32_t kAll = 0xffffffffu;
 constexpr int64_t kElsewhere = INT32_MIN;  // the token, in blocks that were not needed to find it
-
-struct SamplingParams {
-  const void* logits;
-  int64_t row_stride, seen_stride, bias_stride, allowed_stride;
-  int num_rows, vocab_size, num_steps;
-  int num_blocks, block_steps, warp_steps, cached_steps;  // blocks of a row; steps of a block, of a warp, in shared memory
-  bool aligned;
-  const float *temperature, *top_p, *min_p;
-  const int32_t* top_k;
-  const int64_t *seeds, *positions;
-  const float *repetition, *presence, *frequency;
-  int32_t *seen_tokens, *seen_counts, *seen_lengths;
-  const int32_t* slots;
-  int num_slots, seen_capacity;
-  bool count_drawn;
-  const int32_t* bias_tokens;
-  const float* bias_values;
-  int num_biases;
-  const int32_t* allowed;
-  float* workspace;
-  int64_t *token_ids, *ranks, *top_ids;
-  float *logprobs, *top_logprobs;
-  int num_top;
-};
 
 struct Listed {
   uint32_t key;  // a cost, or a logit's bits
@@ -130,7 +104,7 @@ template <typename T, bool kChanges> class Row {
   }
 
   __device__ __forceinline__ void run() {
-    if (p_.num_blocks > 1) cluster_arrive();  // the others run from the wait on
+    if (p_.num_blocks > 1) cluster_arrive_relaxed();  // the others run from the wait on
     temperature_ = p_.temperature[row_];
     const bool greedy = !(temperature_ > 0.0f);
     scale_ = kCostScale / temperature_;
@@ -347,19 +321,22 @@ template <typename T, bool kChanges> class Row {
   __device__ __forceinline__ const Mail* exchange(const Mail& mine) {
     Mail* all = s_->mail[turn_];
     turn_ ^= 1;
-    if (static_cast<int>(threadIdx.x) < p_.num_blocks) *cluster_peer(all + rank_, threadIdx.x) = mine;
+    if (static_cast<int>(threadIdx.x) < p_.num_blocks) {
+      *cluster_peer(all + rank_, threadIdx.x) = mine;
+      if (p_.num_blocks > 1) cluster_fence();
+    }
     barrier();
     return all;
   }
-  __device__ __forceinline__ int share_of_block(int count) const { return (count + p_.num_blocks - 1) / p_.num_blocks; }
+  // Of the cluster, and of a block's threads for its own memory; other blocks' memory is for threads behind a fence.
   __device__ __forceinline__ void barrier() const {
+    __syncthreads();
     if (p_.num_blocks > 1) {
-      cluster_arrive();
+      cluster_arrive_relaxed();
       cluster_wait();
-    } else {
-      __syncthreads();
     }
   }
+  __device__ __forceinline__ int share_of_block(int count) const { return (count + p_.num_blocks - 1) / p_.num_blocks; }
   // A token that one block knows, or all, in all blocks.
   __device__ __forceinline__ int64_t tell(int64_t token) {
     Mail mail{};

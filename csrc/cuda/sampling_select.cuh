@@ -136,6 +136,7 @@ template <typename T, bool kChanges> __device__ __forceinline__ void Row<T, kCha
 // No block's list is needed any longer afterwards but the first one's.
 template <typename T, bool kChanges> __device__ __forceinline__ int Row<T, kChanges>::gather_list(uint64_t mass) {
   __syncthreads();
+  if (p_.num_blocks > 1) cluster_fence();
   Mail mail{};
   mail.sum = mass;
   mail.id = s_->num_there;
@@ -182,6 +183,7 @@ __device__ __forceinline__ void Row<T, kChanges>::fill_bins(uint32_t path, int s
     });
   }
   if (listed_ < 0 && p_.num_blocks > 1) {
+    cluster_fence();
     barrier();
     uint32_t* mine = reinterpret_cast<uint32_t*>(&s_->bins);
     for (int r = 1; r < p_.num_blocks && rank_ == 0; ++r) {

@@ -2,7 +2,7 @@
 //
 // Costs are floats c in 2^-24 octaves. Added to 2^47, whose last bit is an octave, c rounded towards zero leaves the octave in the
 // sum's last bits; the rest, added to 2^24, leaves the fraction's even part: the f of mantissa_of. Its result p is in (0.5, 1], so
-// that its bits are its 24-bit mantissa but for a constant. 21 instructions a logit, of which the conversion from 16 bits is one.
+// that its bits are its 24-bit mantissa but for a constant. 21 instructions a logit, the conversion from 16 bits included.
 #pragma once
 
 #include "../common/cuda_dtype.h"

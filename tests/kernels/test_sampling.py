@@ -149,13 +149,23 @@ def test_tokens_are_those_of_the_float64_sampler(device: str, vocab_size: int) -
     assert drawn.token_ids.tolist() == (running <= us * running[:, -1:]).sum(-1).tolist()
 
 
-def test_every_device_draws_the_same(device: str) -> None:
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "dtype"),
+    # on a GPU: a row over eight thread blocks, four, one that has room for it, and more than shared memory holds
+    [
+        (12, 131_072, torch.bfloat16),
+        (40, 32_000, torch.float32),
+        (400, 2_000, torch.float32),
+        (2, 524_288, torch.float32),
+    ],
+)
+def test_every_device_draws_the_same(device: str, rows: int, vocab_size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(40, 32_000, generator=generator) * 3
+    logits = (torch.randn(rows, vocab_size, generator=generator) * 3).to(dtype)
     given_: dict[str, Any] = {
-        "temperature": torch.rand(40, generator=generator) * 2,
-        "top_k": (torch.arange(40) % 4 * 700).int(),
-        "top_p": torch.arange(40) % 3 * 0.4 + 0.2,
+        "temperature": torch.rand(rows, generator=generator) * 2,
+        "top_k": (torch.arange(rows) % 4 * 700).int(),
+        "top_p": torch.arange(rows) % 3 * 0.4 + 0.2,
         "num_logprobs": 5,
     }
     here, there = draw(device, logits, **given_), draw("cpu", logits, **given_)
