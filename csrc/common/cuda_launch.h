@@ -1,6 +1,8 @@
 // What every CUDA op does around its kernel: device guard, launch with checked errors, large shared memory, grid bounds.
+// A kernel compiled at run time (research_engine/kernels/jit) sees nothing of it: NVRTC takes no host code.
 #pragma once
 
+#ifndef __CUDACC_RTC__
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -55,6 +57,14 @@ void launch(const char* op, void (*kernel)(Parameters...), int64_t blocks, dim3 
   check(cudaGetLastError(), op);
 }
 
+// The same for a kernel compiled at run time, whose one parameter lies at `parameter`; its shared memory was set when it was loaded.
+void launch_variant(const char* op, const KernelVariant& variant, int64_t blocks, Stream stream, const void* parameter,
+                    int64_t parameter_bytes);
+
+// A function of the driver by name, which this library isn't linked to. Throws where the driver has none.
+void* driver_function(const char* name, const char* op);
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace research_engine::cuda
+#endif

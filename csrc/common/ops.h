@@ -11,6 +11,15 @@ namespace research_engine {
 
 using Stream = void*;  // cudaStream_t; the CPU ops take none
 
+// A kernel that was compiled at run time, to be launched in the built one's place (research_engine/kernels/jit).
+struct KernelVariant {
+  void* function = nullptr;  // CUfunction of the tensors' device; null: the built kernel
+  int threads = 0, shared_bytes = 0;
+  int blocks_per_sm = 0;
+  int keys = 0;             // that a step of a thread block takes
+  int parameter_bytes = 0;  // size of its one parameter, to tell sources that are newer than the build
+};
+
 struct PagedAttention {
   TensorView query;            // [T, Hq, D], rows may be strided
   TensorView key_cache;        // [N, Hkv, B, D], a (block, head) tile is contiguous; of query's dtype, f8e4m3 or i8
@@ -33,6 +42,7 @@ struct PagedAttention {
   int64_t max_seq_len = 0;     // upper bound over the batch
   int path = 0;                // 0 automatic, 1 simple, 2 decode, 3 prefill; the CPU may know fewer
   int64_t split_size = 0;      // keys per split; 0: chosen by the op. Fixed: a row does not depend on its neighbours
+  KernelVariant variant;       // CUDA, paths decode and prefill: of the kernel on tensor cores
 };
 
 enum class QuantizedKind : int { int4 = 0, int8 = 1, float8 = 2 };

@@ -157,6 +157,7 @@ template <typename C> __device__ inline void store_out(const AttentionParams& p,
   }
 }
 
+#ifndef __CUDACC_RTC__  // the host's part
 // By the type of the caches.
 void launch_simple_attention(const AttentionParams& params, DType dtype, Stream stream);
 void launch_decode_attention(const AttentionParams& params, DType dtype, Stream stream);
@@ -172,6 +173,7 @@ void launch_decode_mma(const PagedAttention& args, AttentionParams params, Strea
 // dealt in a fixed pattern. Launches that may run at the same time need counters of their own.
 bool prefill_wgmma_supports(const PagedAttention& args, const AttentionParams& params);
 void launch_prefill_wgmma(const PagedAttention& args, AttentionParams params, Stream stream, int32_t* counters = nullptr);
+#endif
 
 // A thread block of the decode kernel takes up to 8 query heads of a KV head; the number of such groups in G.
 __host__ __device__ inline int decode_head_groups(int group_size) { return (group_size + 7) / 8; }

@@ -11,7 +11,17 @@
 
 namespace research_engine::cuda::decode {
 
-constexpr int kWarps = 4;
+// Variants, for measuring: warps of a thread block, blocks of a multiprocessor and stages of a ring (0: by the head size).
+#ifndef RESEARCH_ENGINE_DECODE_WARPS
+#define RESEARCH_ENGINE_DECODE_WARPS 4
+#endif
+#ifndef RESEARCH_ENGINE_DECODE_BLOCKS_PER_SM
+#define RESEARCH_ENGINE_DECODE_BLOCKS_PER_SM 0
+#endif
+#ifndef RESEARCH_ENGINE_DECODE_STAGES
+#define RESEARCH_ENGINE_DECODE_STAGES 0
+#endif
+constexpr int kWarps = RESEARCH_ENGINE_DECODE_WARPS;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kTile = 16;             // keys of a warp's step
 constexpr int kStep = kTile * kWarps;  // keys of a block's step
@@ -141,6 +151,7 @@ __device__ inline bool find_share(const AttentionParams& p, Plan& plan, Cursor& 
   return true;
 }
 
+#ifndef __CUDACC_RTC__  // the host's part
 // How many thread blocks, counters and slots a call takes; counts are upper bounds made from max_seq_len.
 struct Sizes {
   int64_t blocks, counters, slots, unit_keys;
@@ -150,6 +161,12 @@ struct Sizes {
     return counters + slots * std::min<int64_t>(group, kGroup) * (args.query.shape[2] + 2);
   }
 };
+
+// Keys of a block's step, and blocks of a multiprocessor, of the kernel that will run.
+inline int64_t step_keys(const PagedAttention& args) { return args.variant.function ? args.variant.keys : kStep; }
+inline int blocks_per_sm(const PagedAttention& args) {
+  return args.variant.function ? args.variant.blocks_per_sm : args.query.shape[2] <= 128 ? 2 : 1;
+}
 
 inline Sizes sizes_of(const PagedAttention& args, int64_t unit_keys) {
   const int64_t rows = args.path == 0 ? args.seq_lens.shape[0] : args.query.shape[0];
@@ -162,12 +179,13 @@ inline Sizes sizes_of(const PagedAttention& args, int64_t unit_keys) {
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, args.query.device), "paged_attention");
   Sizes sizes{};
   sizes.unit_keys = unit_keys;
-  sizes.blocks = std::min<int64_t>(lines * most, std::min<int64_t>(kPrefillCounters, multiprocessors * (args.query.shape[2] <= 128 ? 2 : 1)));
+  sizes.blocks = std::min<int64_t>(lines * most, std::min<int64_t>(kPrefillCounters, multiprocessors * blocks_per_sm(args)));
   if (most > 1) {
     sizes.counters = kCounters + (args.split_size > 0 ? ceil_div(lines * most, 4) * 4 : 0);  // slots stay aligned
     sizes.slots = args.split_size > 0 ? lines * most : 2 * sizes.blocks;
   }
   return sizes;
 }
+#endif
 
 }  // namespace research_engine::cuda::decode

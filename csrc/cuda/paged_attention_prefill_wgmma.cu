@@ -395,22 +395,11 @@ __global__ void __launch_bounds__(WgmmaShape<kD>::kThreads, 1) prefill_wgmma_ker
   if constexpr (kHasWgmma) run_block<T, kD, kScored>(p);
 }
 
+#ifndef __CUDACC_RTC__  // the host's part
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
 EncodeTiled encode_tiled() {
-  static const EncodeTiled function = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found{};
-#if CUDART_VERSION >= 12050
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found), kOp);
-#else
-    check(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found), kOp);
-#endif
-    if (found != cudaDriverEntryPointSuccess) {
-      throw std::runtime_error(std::string(kOp) + ": this driver has no cuTensorMapEncodeTiled; CUDA 12 or later has");
-    }
-    return reinterpret_cast<EncodeTiled>(entry);
-  }();
+  static const auto function = reinterpret_cast<EncodeTiled>(driver_function("cuTensorMapEncodeTiled", kOp));
   return function;
 }
 
@@ -442,7 +431,7 @@ template <typename T, int kD> void launch_tiles(const PagedAttention& args, Pref
   using Shape = WgmmaShape<kD>;
   const AttentionParams& a = p.attention;
   p.tiles = static_cast<int>(a.num_tokens * a.group_size / Shape::kRows + a.num_requests);
-  p.copy_rows = std::gcd(static_cast<int>(a.block_size.value), Shape::kKeys);
+  p.copy_rows = std::gcd(static_cast<int>(a.block_size.value), args.variant.function ? args.variant.keys : Shape::kKeys);
   p.keys = cache_map(args.key_cache, p.copy_rows);
   p.values = cache_map(args.value_cache, p.copy_rows);
   // A KV head's keys and values are read by all its tiles: keep those of the heads in work within two thirds of the L2 cache.
@@ -451,6 +440,7 @@ template <typename T, int kD> void launch_tiles(const PagedAttention& args, Pref
   p.section_heads = static_cast<int>(std::clamp<int64_t>(budget / head_bytes, 1, a.num_kv_heads));
   const int64_t items = int64_t{p.tiles} * a.num_kv_heads;
   const int64_t blocks = std::min<int64_t>(items, device_attribute(cudaDevAttrMultiProcessorCount, args.query.device));
+  if (args.variant.function != nullptr) return launch_variant(kOp, args.variant, blocks, stream, &p, sizeof(p));
   const bool plain = a.softcap <= 0.0f && a.alibi_slopes == nullptr && a.scale > 0.0f;
   launch(kOp, plain ? prefill_wgmma_kernel<T, kD, false> : prefill_wgmma_kernel<T, kD, true>, blocks, Shape::kThreads,
          shared_bytes<kD>(), stream, p);
@@ -463,9 +453,11 @@ template <typename T> void launch_for_type(const PagedAttention& args, PrefillPa
   if (head_size <= 192) return launch_tiles<T, 192>(args, p, stream);
   return launch_tiles<T, 256>(args, p, stream);
 }
+#endif
 
 }  // namespace
 
+#ifndef __CUDACC_RTC__
 bool prefill_wgmma_supports(const PagedAttention& args, const AttentionParams& params) {
   if ((args.query.dtype != DType::bf16 && args.query.dtype != DType::f16) || args.key_cache.dtype != args.query.dtype) return false;
   if (params.head_size % 8 != 0 || params.head_size > kMaxHeadSize || !params.vectors) return false;
@@ -494,5 +486,6 @@ void launch_prefill_wgmma(const PagedAttention& args, AttentionParams params, St
     launch_for_type<__half>(args, p, stream);
   }
 }
+#endif
 
 }  // namespace research_engine::cuda
