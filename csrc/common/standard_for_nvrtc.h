@@ -5,13 +5,13 @@
 using int8_t = signed char;
 using int16_t = short;
 using int32_t = int;
-using int64_t = long long;
+using int64_t = long;  // as the host's, on Linux
 using uint8_t = unsigned char;
 using uint16_t = unsigned short;
 using uint32_t = unsigned int;
-using uint64_t = unsigned long long;
-using intptr_t = long long;
-using uintptr_t = unsigned long long;
+using uint64_t = unsigned long;
+using intptr_t = long;
+using uintptr_t = unsigned long;
 
 #ifndef INT32_MAX
 #define INT32_MAX 2147483647
