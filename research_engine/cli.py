@@ -45,6 +45,9 @@ COMMANDS = {
     "bench latency": Command(
         "research_engine.bench.offline:latency", "time per output token and to the first, alone or beside vLLM"
     ),
+    "bench step": Command(
+        "research_engine.bench.step:main", "where the time of a decode step goes, host and device, with a picture"
+    ),
     "new scheduler": Command("research_engine.new.scheduler:main", "a policy of your own to begin with, and its test"),
     "explain": Command(
         "research_engine.explain.command:main", "the life of one request of a run, in words and as a timeline"

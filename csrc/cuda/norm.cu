@@ -2,12 +2,18 @@
 // (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019); the fused form first adds x to the residual.
 //
 // Layout     x, out, residual [T, H], the elements of a row contiguous, rows strided; weight [H].
-// Algorithm  1. One thread block a row; each thread walks the row in 16-byte vectors (single elements when unaligned).
-//            2. Pass one sums the squares in float32; the fused form stores x + residual, rounded, and squares that.
-//            3. Sum over the warp by shuffles, over the warps through shared memory, in a fixed order.
-//            4. Pass two reads the row again (from L1 or L2), scales it, multiplies by the weight and rounds once.
+// Algorithm  1. One thread block a row. A row of up to 2 x 1,024 vectors of 16 bytes stays in registers: every load, the
+//               weight's too, is under way before the first is used. Longer or unaligned rows are walked twice.
+//            2. Squares are summed in float32; the fused form stores x + residual, rounded, and squares that.
+//            3. Sum over the warp by shuffles, over the warps through shared memory, in a fixed order. Threads and order
+//               follow from H alone, so that a row has the same bits in every batch.
+//            4. Scale, multiply by the weight, round once.
 // Roofline   memory: 2 T H elements moved by rms_norm, 4 T H by the fused form, against some 4 T H float operations.
-// Reached    not measured yet.
+// Versions   1 two passes over the row: 34 us for 2,048 fused rows of 4,096 in bf16, since a thread's loads wait for each other.
+//            2 the row in registers.
+// Reached    see docs/performance.md.
+#include <algorithm>
+
 #include "../common/cuda_dtype.h"
 #include "../common/cuda_launch.h"
 
@@ -25,53 +31,89 @@ __device__ float block_sum(float value, float* partial) {
   return sum;
 }
 
-// `residual` is null in the plain form; in the fused form `out` is x itself.
-template <typename T, int kStep>
-__global__ void __launch_bounds__(1024) rms_norm_kernel(const T* x, int64_t x_stride, T* residual,
-                                                        int64_t residual_stride, const T* weight, T* out,
-                                                        int64_t out_stride, int hidden_size, float eps,
-                                                        float weight_offset) {
+// A row in registers: thread t holds the 16-byte vectors t, t + blockDim.x ... `residual` is null in the plain form; in the
+// fused form `out` is x itself.
+template <typename T, int kVectors, bool kFused>
+__global__ void __launch_bounds__(1024)
+    rms_norm_kernel(const T* x, int64_t x_stride, T* residual, int64_t residual_stride, const T* weight, T* out,
+                    int64_t out_stride, int hidden_size, float eps, float weight_offset) {
+  __shared__ float partial[32];
+  const int64_t row = blockIdx.x;
+  const auto* x_row = reinterpret_cast<const uint4*>(x + row * x_stride);
+  auto* residual_row = reinterpret_cast<uint4*>(residual + (kFused ? row * residual_stride : 0));
+  const int vectors = hidden_size / kWidth<T>;
+  uint4 held[kVectors], addends[kVectors], weights[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int at = threadIdx.x + v * blockDim.x;
+    if (at >= vectors) continue;
+    held[v] = x_row[at];
+    if constexpr (kFused) addends[v] = residual_row[at];
+    weights[v] = reinterpret_cast<const uint4*>(weight)[at];
+  }
+
+  float sum = 0;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int at = threadIdx.x + v * blockDim.x;
+    if (at >= vectors) continue;
+    float values[kWidth<T>];
+    unpack<T>(held[v], values);
+    if constexpr (kFused) {
+      float addend[kWidth<T>];
+      unpack<T>(addends[v], addend);
+#pragma unroll
+      for (int e = 0; e < kWidth<T>; ++e) values[e] += addend[e];
+      held[v] = pack<T>(values);
+      residual_row[at] = held[v];
+      unpack<T>(held[v], values);
+    }
+#pragma unroll
+    for (int e = 0; e < kWidth<T>; ++e) sum += values[e] * values[e];
+  }
+  const float factor = 1.0f / sqrtf(block_sum(sum, partial) / hidden_size + eps);
+
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int at = threadIdx.x + v * blockDim.x;
+    if (at >= vectors) continue;
+    float values[kWidth<T>], scales[kWidth<T>];
+    unpack<T>(held[v], values);
+    unpack<T>(weights[v], scales);
+#pragma unroll
+    for (int e = 0; e < kWidth<T>; ++e) values[e] = values[e] * factor * (scales[e] + weight_offset);
+    reinterpret_cast<uint4*>(out + row * out_stride)[at] = pack<T>(values);
+  }
+}
+
+// Any row, element by element, read twice.
+template <typename T>
+__global__ void __launch_bounds__(1024)
+    rms_norm_elements_kernel(const T* x, int64_t x_stride, T* residual, int64_t residual_stride, const T* weight, T* out,
+                             int64_t out_stride, int hidden_size, float eps, float weight_offset) {
   __shared__ float partial[32];
   const int64_t row = blockIdx.x;
   x += row * x_stride;
   out += row * out_stride;
   if (residual != nullptr) residual += row * residual_stride;
-  const T* normed = residual != nullptr ? residual : x;
-
   float sum = 0;
-  for (int i = threadIdx.x * kStep; i < hidden_size; i += blockDim.x * kStep) {
-    float values[kWidth<T>];
-    unpack<T>(kStep > 1 ? *reinterpret_cast<const uint4*>(x + i) : load_elements(x + i, 1), values);
+  for (int i = threadIdx.x; i < hidden_size; i += blockDim.x) {
+    float value = to_float(x[i]);
     if (residual != nullptr) {
-      float addend[kWidth<T>];
-      unpack<T>(kStep > 1 ? *reinterpret_cast<const uint4*>(residual + i) : load_elements(residual + i, 1), addend);
-#pragma unroll
-      for (int e = 0; e < kStep; ++e) values[e] = to_float(from_float<T>(values[e] + addend[e]));
-      if constexpr (kStep > 1) {
-        *reinterpret_cast<uint4*>(residual + i) = pack<T>(values);
-      } else {
-        residual[i] = from_float<T>(values[0]);
-      }
+      residual[i] = from_float<T>(value + to_float(residual[i]));
+      value = to_float(residual[i]);
     }
-#pragma unroll
-    for (int e = 0; e < kStep; ++e) sum += values[e] * values[e];
+    sum += value * value;
   }
   const float factor = 1.0f / sqrtf(block_sum(sum, partial) / hidden_size + eps);
-
   // Each thread reads back the elements that it wrote itself, so that no further barrier is needed.
-  for (int i = threadIdx.x * kStep; i < hidden_size; i += blockDim.x * kStep) {
-    if constexpr (kStep > 1) {
-      float values[kWidth<T>], weights[kWidth<T>];
-      unpack<T>(*reinterpret_cast<const uint4*>(normed + i), values);
-      unpack<T>(*reinterpret_cast<const uint4*>(weight + i), weights);
-#pragma unroll
-      for (int e = 0; e < kStep; ++e) values[e] = values[e] * factor * (weights[e] + weight_offset);
-      *reinterpret_cast<uint4*>(out + i) = pack<T>(values);
-    } else {
-      out[i] = from_float<T>(to_float(normed[i]) * factor * (to_float(weight[i]) + weight_offset));
-    }
+  const T* normed = residual != nullptr ? residual : x;
+  for (int i = threadIdx.x; i < hidden_size; i += blockDim.x) {
+    out[i] = from_float<T>(to_float(normed[i]) * factor * (to_float(weight[i]) + weight_offset));
   }
 }
+
+constexpr int64_t kMostVectors = 2;  // of a thread
 
 void norm(const char* op, TensorView x, TensorView residual, TensorView weight, TensorView out, float eps,
           float weight_offset, Stream stream) {
@@ -80,16 +122,23 @@ void norm(const char* op, TensorView x, TensorView residual, TensorView weight, 
   const DeviceGuard guard(x.device, op);
   dispatch_float(x.dtype, op, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const bool vectors = hidden_size % kWidth<T> == 0 && vector_aligned(x, x.strides[0]) &&
+    const auto run = [&](auto kernel, int64_t wanted_threads) {
+      const int64_t warps = std::min<int64_t>(ceil_div(wanted_threads, 32), 32);
+      launch(op, kernel, rows, static_cast<unsigned>(32 * warps), 0, stream, x.ptr<const T>(), x.strides[0],
+             residual.ptr<T>(), residual.strides[0], weight.ptr<const T>(), out.ptr<T>(), out.strides[0],
+             static_cast<int>(hidden_size), eps, weight_offset);
+    };
+    const int64_t vectors = hidden_size / kWidth<T>;
+    const bool aligned = hidden_size % kWidth<T> == 0 && vector_aligned(x, x.strides[0]) &&
                          vector_aligned(out, out.strides[0]) && vector_aligned(weight, 0) &&
                          (!residual || vector_aligned(residual, residual.strides[0]));
-    const int64_t steps = vectors ? hidden_size / kWidth<T> : hidden_size;
-    const int64_t warps = ceil_div(ceil_div(steps, 32), 4);  // four steps a thread, until 1,024 threads are reached
-    const unsigned threads = static_cast<unsigned>(32 * (warps < 32 ? warps : 32));
-    const auto kernel = vectors ? rms_norm_kernel<T, kWidth<T>> : rms_norm_kernel<T, 1>;
-    launch(op, kernel, rows, threads, 0, stream, x.ptr<const T>(), x.strides[0], residual.ptr<T>(),
-           residual.strides[0], weight.ptr<const T>(), out.ptr<T>(), out.strides[0], static_cast<int>(hidden_size), eps,
-           weight_offset);
+    if (!aligned || vectors > kMostVectors * 1024) {
+      run(rms_norm_elements_kernel<T>, ceil_div(hidden_size, 4));
+    } else if (vectors <= 256) {  // a short row: the fewest instructions in a row
+      run(residual ? rms_norm_kernel<T, 1, true> : rms_norm_kernel<T, 1, false>, vectors);
+    } else {
+      run(residual ? rms_norm_kernel<T, 2, true> : rms_norm_kernel<T, 2, false>, ceil_div(vectors, 2));
+    }
   });
 }
 

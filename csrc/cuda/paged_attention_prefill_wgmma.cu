@@ -141,20 +141,20 @@ template <typename T, int kD, bool kScored> class Consumer {
   // S = Q K^T, issued and committed.
   __device__ __forceinline__ void multiply_keys(int slot) {
     const uint64_t a = operand(queries_ + plan_.slot * Shape::kQueryBytes + group_ * kGroupRows * kAtomRow, 16, kAtomGroup);
-    const uint64_t b = operand(ring_ + slot * Shape::kSlotBytes, 16, kAtomGroup);
+    const uint64_t b = operand(ring_ + slot * Shape::kSlotBytes, 16, p_.group_bytes);
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) {
       Scores::shared_shared(scores_, advance(a, k / 4 * Shape::kQueryAtom + k % 4 * 32),
-                            advance(b, k / 4 * Shape::kKeyAtom + k % 4 * 32), k > 0);
+                            advance(b, k / 4 * p_.atom_bytes + k % 4 * 32), k > 0);
     }
     wgmma_commit();
   }
 
   // O += P V, issued and committed.
   __device__ __forceinline__ void multiply_values(int slot) {
-    const uint64_t b = operand(ring_ + slot * Shape::kSlotBytes, Shape::kKeyAtom, kAtomGroup);
+    const uint64_t b = operand(ring_ + slot * Shape::kSlotBytes, p_.atom_bytes, p_.group_bytes);
 #pragma unroll
-    for (int k = 0; k < Shape::kKeys / 16; ++k) Output::registers_shared(out_, weights_[k], advance(b, k * 2 * kAtomGroup));
+    for (int k = 0; k < Shape::kKeys / 16; ++k) Output::registers_shared(out_, weights_[k], advance(b, k * 2 * p_.group_bytes));
     wgmma_commit();
   }
 
@@ -165,7 +165,8 @@ template <typename T, int kD, bool kScored> class Consumer {
     for (int i = threadIdx.x - kGroupThreads; i < Shape::kKeys * kChunks; i += kConsumerThreads) {
       const int row = i / kChunks, chunk = i % kChunks;
       if (first + row >= begin && first + row < end) continue;
-      clear_shared_16(ring_ + place.slot * Shape::kSlotBytes + chunk / 8 * Shape::kKeyAtom + row * kAtomRow + chunk % 8 * 16);
+      clear_shared_16(ring_ + place.slot * Shape::kSlotBytes + chunk / 8 * p_.atom_bytes + row / 8 * p_.group_bytes +
+                      row % 8 * kAtomRow + chunk % 8 * 16);
     }
     async_proxy_fence();
     block_barrier_sync(kAllBarrier, kConsumerThreads);
@@ -379,7 +380,7 @@ template <typename T, int kD, bool kScored> __device__ __forceinline__ void run_
   if (warp < 4) {
     give_registers<Shape::kProducerRegisters>();
     if (warp < kCopiers) {
-      CacheCopier<T, kD>(p, control, ring, warp, lane).run();
+      CacheCopier<kD>(p, control, ring, warp, lane).run();
     } else {
       bring_queries<T, kD>(p, control, base, warp, lane);
     }
@@ -403,22 +404,38 @@ EncodeTiled encode_tiled() {
   return function;
 }
 
-// Boxes of 64 elements and `rows` keys of one (block, head).
-CUtensorMap cache_map(const TensorView& cache, int rows) {
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(cache.shape[3]), static_cast<cuuint64_t>(cache.shape[2]),
-                              static_cast<cuuint64_t>(cache.shape[1]), static_cast<cuuint64_t>(cache.shape[0])};
-  const cuuint64_t strides[] = {sizes[0] * 2, static_cast<cuuint64_t>(cache.strides[1]) * 2,
-                                static_cast<cuuint64_t>(cache.strides[0]) * 2};
-  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(rows), 1, 1}, steps[] = {1, 1, 1, 1};
+CUtensorMap tensor_map(const TensorView& cache, int rank, const cuuint64_t* sizes, const cuuint64_t* strides,
+                       const cuuint32_t* box) {
+  const cuuint32_t steps[] = {1, 1, 1, 1, 1};
   CUtensorMap map{};
   const CUresult status = encode_tiled()(
-      &map, cache.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, cache.data, sizes,
-      strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      &map, cache.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank, cache.data,
+      sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw std::runtime_error(std::string(kOp) + ": cuTensorMapEncodeTiled failed with CUresult " + std::to_string(status));
   }
   return map;
+}
+
+// Boxes of 64 elements and `rows` keys of one (block, head); elements past the head size arrive as zeros.
+CUtensorMap atom_map(const TensorView& cache, int rows) {
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(cache.shape[3]), static_cast<cuuint64_t>(cache.shape[2]),
+                              static_cast<cuuint64_t>(cache.shape[1]), static_cast<cuuint64_t>(cache.shape[0])};
+  const cuuint64_t strides[] = {sizes[0] * 2, static_cast<cuuint64_t>(cache.strides[1]) * 2,
+                                static_cast<cuuint64_t>(cache.strides[0]) * 2};
+  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(rows), 1, 1};
+  return tensor_map(cache, 4, sizes, strides, box);
+}
+
+// Boxes of all elements of `rows` keys: (element of an atom, key of a group, atom, group of any head, block).
+CUtensorMap whole_map(const TensorView& cache, int rows) {
+  const auto atoms = static_cast<cuuint64_t>(cache.shape[3] / 64), groups = static_cast<cuuint64_t>(cache.shape[2] / 8);
+  const cuuint64_t sizes[] = {64, 8, atoms, groups * static_cast<cuuint64_t>(cache.shape[1]),
+                              static_cast<cuuint64_t>(cache.shape[0])};
+  const cuuint64_t row = atoms * kAtomRow, strides[] = {row, kAtomRow, 8 * row, static_cast<cuuint64_t>(cache.strides[0]) * 2};
+  const cuuint32_t box[] = {64, 8, static_cast<cuuint32_t>(atoms), static_cast<cuuint32_t>(rows / 8), 1};
+  return tensor_map(cache, 5, sizes, strides, box);
 }
 
 int device_attribute(cudaDeviceAttr attribute, int device) {
@@ -431,9 +448,16 @@ template <typename T, int kD> void launch_tiles(const PagedAttention& args, Pref
   using Shape = WgmmaShape<kD>;
   const AttentionParams& a = p.attention;
   p.tiles = static_cast<int>(a.num_tokens * a.group_size / Shape::kRows + a.num_requests);
-  p.copy_rows = std::gcd(static_cast<int>(a.block_size.value), args.variant.function ? args.variant.keys : Shape::kKeys);
-  p.keys = cache_map(args.key_cache, p.copy_rows);
-  p.values = cache_map(args.value_cache, p.copy_rows);
+  const int keys = args.variant.function != nullptr ? args.variant.keys : Shape::kKeys;
+  p.copy_rows = std::gcd(static_cast<int>(a.block_size.value), keys);
+  p.whole_copies = a.head_size == kD && p.copy_rows % 8 == 0;
+  for (const TensorView& cache : {args.key_cache, args.value_cache}) {
+    p.whole_copies = p.whole_copies && cache.strides[1] == cache.shape[2] * cache.shape[3];
+  }
+  p.keys = p.whole_copies ? whole_map(args.key_cache, p.copy_rows) : atom_map(args.key_cache, p.copy_rows);
+  p.values = p.whole_copies ? whole_map(args.value_cache, p.copy_rows) : atom_map(args.value_cache, p.copy_rows);
+  p.atom_bytes = p.whole_copies ? kAtomGroup : keys * kAtomRow;
+  p.group_bytes = p.whole_copies ? Shape::kAtoms * kAtomGroup : kAtomGroup;
   // A KV head's keys and values are read by all its tiles: keep those of the heads in work within two thirds of the L2 cache.
   const int64_t budget = int64_t{device_attribute(cudaDevAttrL2CacheSize, args.query.device)} * 2 / 3;
   const int64_t head_bytes = std::max<int64_t>(args.max_seq_len, 1) * a.head_size * 4;

@@ -13,13 +13,9 @@ namespace research_engine::cuda::prefill {
 constexpr int kGroupThreads = 128;  // of a warpgroup
 constexpr int kGroupRows = 64;      // of a consumer's tile
 
-// Variants, for measuring: warps of the producer warpgroup that bring keys and values (the others plan and bring queries), and
-// whether they do so by asynchronous copies of 16 bytes a thread instead of a tensor copy a cache block.
+// Variants, for measuring: the warps of the producer warpgroup that bring keys and values (the others plan and bring queries).
 #ifndef RESEARCH_ENGINE_PREFILL_COPIERS
 #define RESEARCH_ENGINE_PREFILL_COPIERS 1
-#endif
-#ifndef RESEARCH_ENGINE_PREFILL_CP_ASYNC
-#define RESEARCH_ENGINE_PREFILL_CP_ASYNC 0
 #endif
 #ifndef RESEARCH_ENGINE_PREFILL_KEYS  // keys of a tile; 0: by the head size
 #define RESEARCH_ENGINE_PREFILL_KEYS 0
@@ -28,7 +24,6 @@ constexpr int kGroupRows = 64;      // of a consumer's tile
 #define RESEARCH_ENGINE_PREFILL_SLOTS 8
 #endif
 constexpr int kCopiers = RESEARCH_ENGINE_PREFILL_COPIERS;
-constexpr bool kTensorCopies = RESEARCH_ENGINE_PREFILL_CP_ASYNC == 0;
 static_assert(kCopiers >= 1 && kCopiers <= 3);
 
 // Sizes for heads of up to kD elements.
@@ -78,6 +73,11 @@ struct PrefillParams {
   int tiles;          // of query rows, all requests, an upper bound
   int section_heads;  // KV heads whose tiles run side by side
   int copy_rows;      // keys of one tensor copy: a power of two that divides block size and tile
+  // Where a tile of keys lies in its slot: from an atom of 64 elements to the next, and from 8 keys to the next 8.
+  //   whole copies   [keys / 8][D / 64][8 keys, 64 elements]: one copy brings all of a block's elements
+  //   otherwise      [D / 64][keys, 64 elements]: a copy for every atom
+  int atom_bytes, group_bytes;
+  bool whole_copies;
   int* counters;      // [2]: tiles dealt, blocks done; zero before and after; may be null
 };
 
@@ -129,13 +129,10 @@ template <int kRows, int kKeys> __device__ bool plan_tile(const PrefillParams& p
   return true;
 }
 
-// The first producer warps: keys and values of one tile after another, in the order in which the consumers use them. T: of the caches.
-template <typename T, int kD> class CacheCopier {
+// The first producer warps: keys and values of one tile after another, in the order in which the consumers use them.
+template <int kD> class CacheCopier {
   using Shape = WgmmaShape<kD>;
   static constexpr int kBatch = 8;
-  // Tiles of a warp's asynchronous copies under way. A consumer holds a slot until the next two are full, so that a producer that
-  // waits for a slot must have handed over all but the last kSlots - 3.
-  static constexpr int kLag = Shape::kSlots >= 5 ? 2 : 1;
 
  public:
   __device__ __forceinline__ CacheCopier(const PrefillParams& p, Control<kD>* control, uint32_t ring, int warp, int lane)
@@ -143,14 +140,12 @@ template <typename T, int kD> class CacheCopier {
 
   __device__ __forceinline__ void run() {
     Place<Shape::kQuerySlots> plan;
-    if (kTensorCopies && lane_ == 0) {
+    if (lane_ == 0) {
       prefetch_map(&p_.keys);
       prefetch_map(&p_.values);
     }
     while (true) {
-      const uint32_t planned = shared_address(&control_->planned[plan.slot]);
-      if (!kTensorCopies && !__all_sync(0xffffffffu, mbarrier_try_wait(planned, plan.parity))) hand_over<0>();
-      mbarrier_wait(planned, plan.parity);
+      mbarrier_wait(shared_address(&control_->planned[plan.slot]), plan.parity);
       tile_ = control_->tile[plan.slot];
       __syncwarp();
       mbarrier_arrive(shared_address(&control_->queries_empty[plan.slot]));
@@ -161,20 +156,11 @@ template <typename T, int kD> class CacheCopier {
         if (step + 1 < tile_.steps) copy(true, step + 1);
       }
     }
-    if (!kTensorCopies) hand_over<0>();
   }
 
  private:
   __device__ __forceinline__ void copy(bool values, int step) {
-    if constexpr (kTensorCopies) {
-      copy_boxes(values ? &p_.values : &p_.keys, step);
-    } else {
-      copy_rows(values, step);
-    }
-    place_.next();
-  }
-
-  __device__ __forceinline__ void copy_boxes(const CUtensorMap* map, int step) {
+    const CUtensorMap* map = values ? &p_.values : &p_.keys;
     const AttentionParams& a = p_.attention;
     const int32_t* table = a.block_tables + tile_.request * a.table_stride;
     const int first = tile_.start + step * Shape::kKeys;
@@ -205,57 +191,22 @@ template <typename T, int kD> class CacheCopier {
 #pragma unroll
           for (int u = 0; u < kBatch; ++u) {
             if (i + u >= here) break;
-            const uint32_t target = slot + (warp_ + (done + i + u) * kCopiers) * p_.copy_rows * kAtomRow;
+            const int index = warp_ + (done + i + u) * kCopiers;
+            if (p_.whole_copies) {
+              tensor_copy(slot + index * (p_.copy_rows / 8) * p_.group_bytes, map, full, 0, 0, 0,
+                          tile_.kv_head * (static_cast<int>(a.block_size.value) / 8) + from_row[u] / 8, from_block[u]);
+              continue;
+            }
 #pragma unroll
             for (int atom = 0; atom < Shape::kAtoms; ++atom) {
-              tensor_copy(target + atom * Shape::kKeyAtom, map, full, atom * 64, from_row[u], tile_.kv_head, from_block[u]);
+              tensor_copy(slot + index * p_.copy_rows * kAtomRow + atom * Shape::kKeyAtom, map, full, atom * 64, from_row[u],
+                          tile_.kv_head, from_block[u]);
             }
           }
         }
       }
     }
-  }
-
-  // The same tile row by row: a lane finds a row's place, 16-byte chunks are shared out over the lanes and the copying warps.
-  __device__ __forceinline__ void copy_rows(bool values, int step) {
-    constexpr int kChunks = kD / 8;
-    const AttentionParams& a = p_.attention;
-    const int32_t* table = a.block_tables + tile_.request * a.table_stride;
-    const int first = tile_.start + step * Shape::kKeys;
-    const int rows = min(Shape::kKeys, tile_.seq_len - first);
-    const T* cache = static_cast<const T*>(values ? a.value_cache : a.key_cache) +
-                     tile_.kv_head * (values ? a.value_head_stride : a.key_head_stride);
-    const int64_t block_stride = values ? a.value_block_stride : a.key_block_stride;
-    const uint32_t slot = ring_ + place_.slot * Shape::kSlotBytes;
-    for (int base = 0; base < rows; base += 32) {
-      const int key = first + min(base + lane_, rows - 1);
-      const int column = a.block_size.divide(key);
-      const int64_t offset = table[column] * block_stride +
-                             static_cast<int64_t>(key - column * static_cast<int>(a.block_size.value)) * a.head_size;
-      if (base == 0) mbarrier_wait(shared_address(&control_->empty[place_.slot]), place_.parity ^ 1);
-#pragma unroll 8
-      for (int i = warp_; i < kChunks; i += kCopiers) {  // 32 rows of kChunks chunks are kChunks instructions
-        const int item = i * 32 + lane_, row = item / kChunks, chunk = item % kChunks;
-        const int64_t from = __shfl_sync(0xffffffffu, offset, row);
-        if (base + row >= rows) continue;  // what such a row holds is masked, and cleared from values
-        copy_async_16(slot + chunk / 8 * Shape::kKeyAtom + (base + row) * kAtomRow + ((chunk ^ row) & 7) * 16,
-                      cache + (chunk * 8 < a.head_size ? from + chunk * 8 : from), chunk * 8 < a.head_size);
-      }
-    }
-    commit_copies();
-    if (++pending_ > kLag) hand_over<kLag>();
-  }
-
-  // Hands over all tiles but the last kLeft: their copies are complete and visible to the products.
-  template <int kLeft> __device__ __forceinline__ void hand_over() {
-    if (pending_ <= kLeft) return;
-    wait_copies<kLeft>();
-    async_proxy_fence();
-    __syncwarp();
-    for (; pending_ > kLeft; --pending_) {
-      if (lane_ == 0) mbarrier_arrive(shared_address(&control_->full[ready_.slot]));
-      ready_.next();
-    }
+    place_.next();
   }
 
   const PrefillParams& p_;
@@ -263,8 +214,7 @@ template <typename T, int kD> class CacheCopier {
   uint32_t ring_;
   int warp_, lane_;
   Tile tile_;
-  Place<Shape::kSlots> place_, ready_;  // ready_: the oldest tile that is not handed over
-  int pending_ = 0;
+  Place<Shape::kSlots> place_;
 };
 
 // The block's next item of work: its own number first, then from the counter, or to and fro: 0 1 2 | 5 4 3 | 6 7 8 | ...

@@ -164,13 +164,21 @@ __device__ __forceinline__ void store_global_16(void* target, const uint32_t (&w
                : "memory");
 }
 
-// One box of a 4-dimensional tensor map to shared memory; its bytes count towards the barrier's phase.
+// One box of a 4- or 5-dimensional tensor map to shared memory; its bytes count towards the barrier's phase.
 __device__ __forceinline__ void tensor_copy(uint32_t destination, const CUtensorMap* map, uint32_t barrier, int x0, int x1,
                                             int x2, int x3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
           destination),
       "l"(map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+      : "memory");
+}
+__device__ __forceinline__ void tensor_copy(uint32_t destination, const CUtensorMap* map, uint32_t barrier, int x0, int x1,
+                                            int x2, int x3, int x4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(
+          destination),
+      "l"(map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
       : "memory");
 }
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {

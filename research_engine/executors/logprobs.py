@@ -66,7 +66,7 @@ def prompt_logprobs(
     """For the rows whose requests ask: entries of prompt tokens start + 1 ..., as far as the row's logits predict such.
 
     Args:
-        compute_logits: hidden states [S, H] -> float32 [S, V].
+        compute_logits: hidden states [S, H] -> [S, V].
         rows: of a batch.
         hidden_TH: of all its tokens, [T, H].
     """
@@ -83,6 +83,6 @@ def prompt_logprobs(
         entries[index] = []
         for at in range(0, len(targets), _PROMPT_LOGITS_AT_ONCE):
             piece = targets[at : at + _PROMPT_LOGITS_AT_ONCE]
-            logits = compute_logits(hidden_TH[first_row + at : first_row + at + len(piece)])
+            logits = compute_logits(hidden_TH[first_row + at : first_row + at + len(piece)]).float()
             entries[index] += token_logprobs(logits, piece, [wanted] * len(piece))
     return entries

@@ -238,6 +238,8 @@ def quantized_matmul(
         TypeError: a dtype the device's kernels do not take, or one that differs from x's.
         ValueError: a shape, stride or device that breaks the rules above.
     """
+    if x.dim() == 2 and x.shape[1] != weight.in_features:  # the padded layout alone would not tell
+        refuse("x", x, f"[T, K] = [T, {weight.in_features}] is needed, as the weight was packed")
     if out is None:
         out = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype, device=x.device)
     arguments = (x, weight.weight, weight.scales, weight.zeros, weight.offsets, out, workspace, weight.kind)

@@ -63,19 +63,14 @@ class Attention:
             q = self.q_norm(q.reshape(-1, self.head_dim))
             k = self.k_norm(k.reshape(-1, self.head_dim))
         q_THqD, k_THkvD, v_THkvD = (part.view(num_tokens, -1, self.head_dim) for part in (q, k, v))
-        if self.cos_sin is not None:
-            kernels.rotary_embedding(positions, q_THqD, k_THkvD, self.cos_sin)
         key_cache, value_cache = cache[0], cache[1]
         key_scale, value_scale = attention.scales(self.layer)
-        kernels.reshape_and_cache(
-            k_THkvD,
-            v_THkvD,
-            key_cache,
-            value_cache,
-            attention.slot_mapping,
-            key_scale=key_scale,
-            value_scale=value_scale,
-        )
+        scales: dict[str, Any] = {"key_scale": key_scale, "value_scale": value_scale}
+        written = (key_cache, value_cache, attention.slot_mapping)
+        if self.cos_sin is None:
+            kernels.reshape_and_cache(k_THkvD, v_THkvD, *written, **scales)
+        else:
+            kernels.rotary_and_cache(positions, q_THqD, k_THkvD, v_THkvD, self.cos_sin, *written, **scales)
         kernels.paged_attention(
             q_THqD,
             key_cache,
@@ -87,8 +82,7 @@ class Attention:
             causal=self.causal,
             sliding_window=self.window,
             softcap=self.softcap,
-            key_scale=key_scale,
-            value_scale=value_scale,
+            **scales,
             out=attended_THqD,
             max_query_len=attention.max_query_len,
             max_seq_len=attention.max_seq_len,

@@ -324,10 +324,13 @@ class Decoder:
 
     @torch.inference_mode()
     def compute_logits(self, hidden_SH: torch.Tensor) -> torch.Tensor:
-        """Logits of the rows given: ``[S, H]`` -> float32 ``[S, V]``. Select the rows that sample before calling."""
+        """Logits of the rows given: ``[S, H]`` -> ``[S, V]``, float32 or as ``LMHead`` says.
+
+        Select the rows that sample before calling.
+        """
         assert self.lm_head is not None, f"{self.config.architecture} has no output projection"
         logits, cap = self.lm_head(hidden_SH), self.config.logit_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
 
 
 def _rotary_tables(config: ModelConfig, longest: int, device: torch.device) -> list[torch.Tensor | None]:

@@ -66,6 +66,8 @@ def test_the_small_shapes_cover_every_op():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("op", OPS)
 def test_ours_and_torch_are_right_and_timed(op, dtype, device):
+    if device == "cuda" and dtype == "float32" and op.startswith("w"):
+        pytest.skip("quantised products on CUDA take 16-bit floats alone")
     ours, *peers = measure(op, device=device, dtype=dtype)
     for measurement in (ours, *peers):
         assert (measurement.status, measurement.note) == ("ok", "")

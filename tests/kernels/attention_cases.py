@@ -81,7 +81,9 @@ def make_batch(
         for which, cache in enumerate(caches):
             scale = torch.linspace(4.0, 7.0 + which, num_kv_heads) / amax
             stored = cache / scale[:, None, None]
-            caches[which] = (stored.round().nan_to_num(-128) if cache_dtype == torch.int8 else stored).to(cache_dtype)
+            # clamped, since torch below 2.13 makes NaN of what is beyond 448
+            stored = stored.round().nan_to_num(-128) if cache_dtype == torch.int8 else stored.clamp(-448, 448)
+            caches[which] = stored.to(cache_dtype)
             scales[which] = scale.to(device)
     return Batch(
         fused.to(device, dtype)[:, :heads],

@@ -70,7 +70,6 @@ FAMILIES: dict[str, Family] = {
             "keys": Parameter("RESEARCH_ENGINE_PREFILL_KEYS", (64, 128), "of a tile"),
             "slots": Parameter("RESEARCH_ENGINE_PREFILL_SLOTS", tuple(range(4, 17)), "tiles of the ring, at most"),
             "copiers": Parameter("RESEARCH_ENGINE_PREFILL_COPIERS", (1, 2, 3), "warps that bring keys and values"),
-            "cp_async": Parameter("RESEARCH_ENGINE_PREFILL_CP_ASYNC", (0, 1), "copy by 16 bytes a thread, not by TMA"),
         },
     ),
 }
