@@ -126,12 +126,12 @@ void require_one_device(std::initializer_list<Named> tensors) {
 }
 #endif
 
-// None, or (function, threads, shared bytes, blocks a multiprocessor, keys, bytes of parameters).
+// None, or (kernel, threads, shared bytes, blocks a multiprocessor, keys, bytes of parameters).
 KernelVariant kernel_variant(py::handle numbers) {
   KernelVariant variant;
   if (numbers.is_none()) return variant;
   const auto given = numbers.cast<std::tuple<uintptr_t, int, int, int, int, int>>();
-  variant.function = reinterpret_cast<void*>(std::get<0>(given));
+  variant.kernel = reinterpret_cast<void*>(std::get<0>(given));
   std::tie(std::ignore, variant.threads, variant.shared_bytes, variant.blocks_per_sm, variant.keys, variant.parameter_bytes) = given;
   return variant;
 }
@@ -394,6 +394,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("sample_workspace", &cuda::sample_workspace);
   m.def("quantized_matmul_workspace", [](int kind, int64_t tokens, int64_t columns, int64_t depth, int device) {
     return cuda::quantized_matmul_workspace(static_cast<QuantizedKind>(kind), tokens, columns, depth, device);
+  });
+  m.def("load_kernel", [](const std::string& code, const std::string& symbol) {
+    return reinterpret_cast<uintptr_t>(cuda::load_kernel(code, symbol));
   });
   m.def("cuda_device_count", &cuda::device_count);
   m.def("cuda_device_description", &cuda::device_description);

@@ -57,12 +57,21 @@ void launch(const char* op, void (*kernel)(Parameters...), int64_t blocks, dim3 
   check(cudaGetLastError(), op);
 }
 
-// The same for a kernel compiled at run time, whose one parameter lies at `parameter`; its shared memory was set when it was loaded.
-void launch_variant(const char* op, const KernelVariant& variant, int64_t blocks, Stream stream, const void* parameter,
-                    int64_t parameter_bytes);
-
-// A function of the driver by name, which this library isn't linked to. Throws where the driver has none.
-void* driver_function(const char* name, const char* op);
+// The same for a kernel compiled at run time, with its one parameter.
+template <typename Parameters>
+void launch_variant(const char* op, const KernelVariant& variant, int64_t blocks, Stream stream, Parameters parameters) {
+  if (variant.parameter_bytes != static_cast<int>(sizeof(Parameters))) {
+    throw std::invalid_argument(std::string(op) + ": the variant's kernel takes " + std::to_string(variant.parameter_bytes) +
+                                " bytes of parameters, the built one " + std::to_string(sizeof(Parameters)) +
+                                ": its source is of another version than the build; run `pip install -e .` again");
+  }
+  if (blocks <= 0) return;
+  check(cudaFuncSetAttribute(variant.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, variant.shared_bytes), op);
+  void* arguments[] = {&parameters};
+  check(cudaLaunchKernel(variant.kernel, dim3(static_cast<unsigned>(blocks)), dim3(variant.threads), arguments,
+                         variant.shared_bytes, static_cast<cudaStream_t>(stream)),
+        op);
+}
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

@@ -13,7 +13,7 @@ using Stream = void*;  // cudaStream_t; the CPU ops take none
 
 // A kernel that was compiled at run time, to be launched in the built one's place (research_engine/kernels/jit).
 struct KernelVariant {
-  void* function = nullptr;  // CUfunction of the tensors' device; null: the built kernel
+  void* kernel = nullptr;  // cudaKernel_t; null: the built kernel
   int threads = 0, shared_bytes = 0;
   int blocks_per_sm = 0;
   int keys = 0;             // that a step of a thread block takes
@@ -149,6 +149,8 @@ void write_quantized(TensorView key, TensorView value, TensorView key_cache, Ten
 int64_t sample_workspace(int64_t rows, int64_t vocab_size, int device);
 int device_count();                              // 0 without a driver, never throws
 std::string device_description(int device);      // "NVIDIA H200, sm_90, 132 SMs"
+// Code of one architecture as a kernel, a cudaKernel_t that serves every device of it. Stays loaded: a CUDA graph may hold it.
+void* load_kernel(const std::string& code, const std::string& symbol);
 #undef RESEARCH_ENGINE_STREAM
 }  // namespace cuda
 

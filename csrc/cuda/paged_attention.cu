@@ -131,7 +131,7 @@ bool takes_prefill(const PagedAttention& args) {
 
 void launch_prefill(const PagedAttention& args, const AttentionParams& params, Stream stream) {
   const bool tensor_cores = prefill_wgmma_supports(args, params);
-  if (!tensor_cores && args.variant.function != nullptr) {
+  if (!tensor_cores && args.variant.kernel != nullptr) {
     throw std::invalid_argument("paged_attention: a variant of path prefill needs sm_90, queries and caches of the same 16-bit "
                                 "floats, rows aligned to 16 bytes and a head size that is a multiple of 8");
   }
@@ -174,7 +174,7 @@ void paged_attention(const PagedAttention& args, Stream stream) {
   }
   if (args.path != kDecodeFma && decode_mma_supports(args, params)) {
     launch_decode_mma(args, params, stream);
-  } else if (args.variant.function != nullptr) {
+  } else if (args.variant.kernel != nullptr) {
     throw std::invalid_argument("paged_attention: a variant of path decode needs 16-bit queries, rows aligned to 16 bytes and a "
                                 "head size that is a multiple of 16");
   } else {

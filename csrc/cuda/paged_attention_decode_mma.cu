@@ -23,7 +23,7 @@ template <typename T> void launch_for_type(const AttentionParams& p, int64_t blo
 bool decode_mma_supports(const PagedAttention& args, const AttentionParams& params) {
   if (args.query.dtype != DType::bf16 && args.query.dtype != DType::f16) return false;
   const bool aligned = vector_aligned(args.query, params.query_token_stride) && vector_aligned(args.query, params.query_head_stride);
-  if (args.variant.function != nullptr) return params.head_size % 16 == 0 && params.vectors && aligned;
+  if (args.variant.kernel != nullptr) return params.head_size % 16 == 0 && params.vectors && aligned;
   const int sizes[] = {64, 128, 256, 80, 96, 112, 192};  // float8 has the first three, int8 the first two
   const int built = args.key_cache.dtype == DType::f8e4m3 ? 3 : args.key_cache.dtype == DType::i8 ? 2 : 7;
   if (std::find(sizes, sizes + built, params.head_size) == sizes + built || !params.vectors) return false;
@@ -56,8 +56,8 @@ void launch_decode_mma(const PagedAttention& args, AttentionParams params, Strea
     check(cudaMemsetAsync(params.workspace + kCounters, 0, (sizes.counters - kCounters) * 4, static_cast<cudaStream_t>(stream)),
           kOp);
   }
-  if (args.variant.function != nullptr) {
-    launch_variant(kOp, args.variant, sizes.blocks, stream, &params, sizeof(params));
+  if (args.variant.kernel != nullptr) {
+    launch_variant(kOp, args.variant, sizes.blocks, stream, params);
   } else if (args.key_cache.dtype != args.query.dtype) {
     decode::launch_quantized(params, args.key_cache.dtype, sizes.blocks, stream);
   } else if (args.query.dtype == DType::bf16) {

@@ -163,9 +163,9 @@ struct Sizes {
 };
 
 // Keys of a block's step, and blocks of a multiprocessor, of the kernel that will run.
-inline int64_t step_keys(const PagedAttention& args) { return args.variant.function ? args.variant.keys : kStep; }
+inline int64_t step_keys(const PagedAttention& args) { return args.variant.kernel != nullptr ? args.variant.keys : kStep; }
 inline int blocks_per_sm(const PagedAttention& args) {
-  return args.variant.function ? args.variant.blocks_per_sm : args.query.shape[2] <= 128 ? 2 : 1;
+  return args.variant.kernel != nullptr ? args.variant.blocks_per_sm : args.query.shape[2] <= 128 ? 2 : 1;
 }
 
 inline Sizes sizes_of(const PagedAttention& args, int64_t unit_keys) {

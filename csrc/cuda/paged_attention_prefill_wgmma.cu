@@ -400,7 +400,19 @@ __global__ void __launch_bounds__(WgmmaShape<kD>::kThreads, 1) prefill_wgmma_ker
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
 EncodeTiled encode_tiled() {
-  static const auto function = reinterpret_cast<EncodeTiled>(driver_function("cuTensorMapEncodeTiled", kOp));
+  static const EncodeTiled function = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+#if CUDART_VERSION >= 12050
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found), kOp);
+#else
+    check(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found), kOp);
+#endif
+    if (found != cudaDriverEntryPointSuccess) {
+      throw std::runtime_error(std::string(kOp) + ": this driver has no cuTensorMapEncodeTiled; CUDA 12 or later has");
+    }
+    return reinterpret_cast<EncodeTiled>(entry);
+  }();
   return function;
 }
 
@@ -448,7 +460,7 @@ template <typename T, int kD> void launch_tiles(const PagedAttention& args, Pref
   using Shape = WgmmaShape<kD>;
   const AttentionParams& a = p.attention;
   p.tiles = static_cast<int>(a.num_tokens * a.group_size / Shape::kRows + a.num_requests);
-  const int keys = args.variant.function != nullptr ? args.variant.keys : Shape::kKeys;
+  const int keys = args.variant.kernel != nullptr ? args.variant.keys : Shape::kKeys;
   p.copy_rows = std::gcd(static_cast<int>(a.block_size.value), keys);
   p.whole_copies = a.head_size == kD && p.copy_rows % 8 == 0;
   for (const TensorView& cache : {args.key_cache, args.value_cache}) {
@@ -464,7 +476,7 @@ template <typename T, int kD> void launch_tiles(const PagedAttention& args, Pref
   p.section_heads = static_cast<int>(std::clamp<int64_t>(budget / head_bytes, 1, a.num_kv_heads));
   const int64_t items = int64_t{p.tiles} * a.num_kv_heads;
   const int64_t blocks = std::min<int64_t>(items, device_attribute(cudaDevAttrMultiProcessorCount, args.query.device));
-  if (args.variant.function != nullptr) return launch_variant(kOp, args.variant, blocks, stream, &p, sizeof(p));
+  if (args.variant.kernel != nullptr) return launch_variant(kOp, args.variant, blocks, stream, p);
   const bool plain = a.softcap <= 0.0f && a.alibi_slopes == nullptr && a.scale > 0.0f;
   launch(kOp, plain ? prefill_wgmma_kernel<T, kD, false> : prefill_wgmma_kernel<T, kD, true>, blocks, Shape::kThreads,
          shared_bytes<kD>(), stream, p);

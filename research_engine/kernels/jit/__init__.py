@@ -1,6 +1,6 @@
 """Kernels compiled at run time: your own from a string or a file, or a variant of the project's with other tiles.
 
-NVRTC compiles (no GPU needed), for the very architecture (`sm_90a`), and the code is kept on disk; CuPy loads it; a
+NVRTC compiles (no GPU needed), for the very architecture (`sm_90a`), and the code is kept on disk. CuPy loads your own; a
 launch takes torch's tensors and stream.
 """
 

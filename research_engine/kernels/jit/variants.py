@@ -12,11 +12,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from research_engine.kernels._extension import _C
 from research_engine.kernels.jit.compilation import CSRC, CompiledKernel, compile
-from research_engine.kernels.jit.launching import load, native_arch
+from research_engine.kernels.jit.launching import native_arch
 
 _TYPES = {
     torch.bfloat16: "__nv_bfloat16",
@@ -244,7 +246,7 @@ def launch_of(
     """What the extension launches in place of the built kernel: compiled and loaded at the first call, then kept.
 
     Raises:
-        ValueError, ImportError, OSError: as `compile_variant` and `load`.
+        ValueError, ImportError, OSError: as `compile_variant`, or more shared memory than the GPU has.
     """
     compiled = compile_variant(
         variant,
@@ -254,14 +256,12 @@ def launch_of(
         scored=scored,
         arch=native_arch(device),
     )
-    loaded = load(compiled, torch.device("cuda", device))
     of = compiled.constants
-    loaded.allow_shared_bytes(of["shared_bytes"])
-    _loaded.append(loaded)
-    return (loaded.handle, of["threads"], of["shared_bytes"], of["blocks_per_sm"], of["keys"], of["parameter_bytes"])
-
-
-_loaded: list[object] = []  # a kernel's code is unloaded with its object, and graphs may still hold it
+    properties: Any = torch.cuda.get_device_properties(device)
+    if of["shared_bytes"] > (most := properties.shared_memory_per_block_optin):
+        raise ValueError(f"{variant.path}: {of['shared_bytes']} bytes of shared memory; this GPU has {most} a block")
+    kernel = _C.load_kernel(compiled.cubin, compiled.symbol)
+    return (kernel, of["threads"], of["shared_bytes"], of["blocks_per_sm"], of["keys"], of["parameter_bytes"])
 
 
 def _nearest(wrong: str, valid: Iterable[str]) -> str:

@@ -154,7 +154,6 @@ def test_the_command_answers_a_mistake(
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 @pytest.mark.parametrize(("path", "queries"), [("decode", 1), ("prefill", 40)], ids=["decode", "prefill"])
 def test_the_kernel_compiled_at_run_time_is_the_built_one_bit_for_bit(path: str, queries: int, device: str) -> None:
-    pytest.importorskip("cupy")
     from research_engine.bench.kernel_problems import Setting, make_attention
 
     sizes = {"B": 7, "q": queries, "L": 1333, "Hq": 32, "Hkv": 8, "D": 128, "block": 16}
@@ -179,7 +178,6 @@ def test_the_kernel_compiled_at_run_time_is_the_built_one_bit_for_bit(path: str,
     ],
 )
 def test_other_tiles_agree_with_the_oracle(path: str, device: str) -> None:
-    pytest.importorskip("cupy")
     from research_engine.bench.kernel_problems import Setting, make_attention
 
     sizes = {"B": 5, "q": 1 if path.startswith("decode") else 33, "L": 777, "Hq": 8, "Hkv": 2, "D": 128, "block": 16}
