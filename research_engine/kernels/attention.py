@@ -145,6 +145,7 @@ def _kernel(path: str, query: torch.Tensor, key_cache: torch.Tensor, scored: boo
         return path, None
     variant = parse_path(path)
     group_size = query.shape[1] // key_cache.shape[1]
+    scored = scored and variant.base == "prefill"  # the decode kernel is one for all
     problem = query.get_device(), key_cache.dtype, query.shape[2], group_size, scored
     return variant.base, launch_of(variant, variant.version, *problem)
 
@@ -298,9 +299,8 @@ def _paged_attention(
             max_seq_len=max_seq_len,
         )
         workspace = _own_workspace(size, query.device, stream) if size else None
-    variant: Launch | None = None
-    if is_variant(path):
-        path, variant = _kernel(path, query, key_cache, softcap is not None or alibi_slopes is not None or scale <= 0)
+    scored = softcap is not None or alibi_slopes is not None or scale <= 0
+    path, variant = _kernel(path, query, key_cache, scored)
     _C.paged_attention(
         query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, out, lse, alibi_slopes, sinks,
         key_scale, value_scale, workspace, scale, causal, sliding_window or 0, softcap or 0.0,

@@ -78,8 +78,10 @@ def compile(
         CompilationError: the source is refused; the message has the line and the compiler's log.
         ValueError: an architecture that the compiler does not know.
         ImportError: no NVRTC on this machine.
-        OSError: the file cannot be read.
+        OSError: the file cannot be read, or the repository's sources are not there.
     """
+    if not CSRC.is_dir():
+        raise FileNotFoundError(f"{CSRC}: kernels are compiled against the repository's sources: pip install -e . there")
     compiler = nvrtc.load()
     _check_arch(arch, compiler.architectures)
     defines, constants = dict(defines or {}), dict(constants or {})
