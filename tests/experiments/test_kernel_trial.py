@@ -63,7 +63,7 @@ def test_block_size_and_split_are_factors_and_the_table_has_times(file: Path, tm
         ("B: 2,", "B: 2, T: 3,", "decode has no size 'T'; valid ones, nearest first: "),
         ("Hq: 4", "Hq: 5", "Hq = 5 has to be a multiple of Hkv = 2"),
         ("device: cpu", "path: fast", "path 'fast'; valid ones, nearest first: "),
-        ("device: cpu", "variant: {stage: 3}", "variant of decode: no parameter 'stage'; valid ones, nearest first: stages"),
+        ("device: cpu", "variant: {stage: 3}", "no parameter 'stage'; valid ones, nearest first: stages"),
         ("device: cpu", "variant: {stages: 9}", "variant of decode: stages = 9; one of 8, 7"),
         ("device: cpu", "variant: {source: nowhere.cuh}", "source = 'nowhere.cuh': there is no such file"),
         ("device: cpu", "path: simple\n  variant: {stages: 3}", "path 'simple' has none; leave path out, or 'decode'"),
@@ -105,7 +105,8 @@ def test_numbers_of_a_variant_are_factors(file: Path) -> None:
 
 def test_an_op_without_variants_is_refused(file: Path) -> None:
     told = mistake(file, "op: decode\n  sizes: {B: 2, L: 64, Hq: 4, Hkv: 2, D: 32, block: 16}",
-                   "op: rms_norm\n  sizes: {T: 2, H: 8}\n  variant: {stages: 2}", "factors={}", "baseline={}")  # fmt: skip
+                   "op: rms_norm\n  sizes: {T: 2, H: 8}\n  variant: {stages: 2}",
+                   "factors={}", "baseline={}")  # fmt: skip
     assert "variant: rms_norm has none; decode, decode_float8, prefill have" in told
 
 

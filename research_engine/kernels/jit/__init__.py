@@ -1,7 +1,7 @@
 """Kernels compiled at run time: your own from a string or a file, or a variant of the project's with other tiles.
 
-NVRTC compiles (no GPU needed), for the very architecture (`sm_90a`), and the code is kept on disk. CuPy loads your own; a
-launch takes torch's tensors and stream.
+NVRTC compiles (no GPU needed), for the very architecture (`sm_90a`), and the code is kept on disk. CuPy loads your
+own; a launch takes torch's tensors and stream.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def compile(
         OSError: the file cannot be read, or the repository's sources are not there.
     """
     if not CSRC.is_dir():
-        raise FileNotFoundError(f"{CSRC}: kernels are compiled against the repository's sources: pip install -e . there")
+        raise FileNotFoundError(f"{CSRC}: kernels are compiled against the repository's sources; pip install -e .")
     compiler = nvrtc.load()
     _check_arch(arch, compiler.architectures)
     defines, constants = dict(defines or {}), dict(constants or {})
