@@ -296,6 +296,13 @@ void silu_and_mul(py::handle x, py::handle out, uintptr_t stream_address) {
   RESEARCH_ENGINE_DISPATCH(in, cpu::silu_and_mul(in, result), cuda::silu_and_mul(in, result, stream));
 }
 
+void skinny_gemm(py::handle x, py::handle weight, py::handle bias, py::handle out, bool gated, bool overlap,
+                 uintptr_t stream_address) {
+  const SkinnyGemm args{view(x), view(weight), view(bias), view(out), gated, overlap};
+  require_one_device({{"x", args.x}, {"weight", args.weight}, {"bias", args.bias}, {"out", args.out}});
+  RESEARCH_ENGINE_DISPATCH(args.x, cpu::skinny_gemm(args), cuda::skinny_gemm(args, stream));
+}
+
 QuantizedWeight quantized_weight(py::handle weight, py::handle scales, py::handle zeros, py::handle offsets, int kind,
                                  int64_t group_size) {
   return {view(weight), view(scales), view(zeros), view(offsets), static_cast<QuantizedKind>(kind), group_size};
@@ -384,6 +391,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("rotary_embedding", &rotary_embedding);
   m.def("rotary_and_cache", &rotary_and_cache);
   m.def("silu_and_mul", &silu_and_mul);
+  m.def("skinny_gemm", &skinny_gemm);
   m.def("quantized_matmul", &quantized_matmul);
   m.def("dequantize_weight", &dequantize_weight);
   m.def("sample", &sample);
@@ -392,6 +400,7 @@ PYBIND11_MODULE(_C, m) {
 #ifdef RESEARCH_ENGINE_WITH_CUDA
   m.def("paged_attention_workspace", &paged_attention_workspace);
   m.def("sample_workspace", &cuda::sample_workspace);
+  m.def("skinny_gemm_rows", &cuda::skinny_gemm_rows);
   m.def("quantized_matmul_workspace", [](int kind, int64_t tokens, int64_t columns, int64_t depth, int device) {
     return cuda::quantized_matmul_workspace(static_cast<QuantizedKind>(kind), tokens, columns, depth, device);
   });

@@ -40,15 +40,20 @@ class DeviceGuard {
   bool restore_ = false;
 };
 
-// Launches on the caller's stream. Only gridDim.x is used: y and z end at 65,535, x at 2^31 - 1.
-template <typename... Parameters, typename... Arguments>
-void launch(const char* op, void (*kernel)(Parameters...), int64_t blocks, dim3 threads, int64_t shared_bytes,
-            Stream stream, const Arguments&... arguments) {
-  if (blocks <= 0) return;
+// False when there is nothing to launch. Only gridDim.x is used: y and z end at 65,535, x at 2^31 - 1.
+inline bool check_grid(const char* op, int64_t blocks) {
   if (blocks > INT32_MAX) {
     throw std::runtime_error(std::string(op) + ": " + std::to_string(blocks) +
                              " thread blocks exceed the limit of 2147483647 in one launch; split the batch");
   }
+  return blocks > 0;
+}
+
+// Launches on the caller's stream, to start when all before has ended; see ../cuda/launch.cuh for an earlier start.
+template <typename... Parameters, typename... Arguments>
+void launch(const char* op, void (*kernel)(Parameters...), int64_t blocks, dim3 threads, int64_t shared_bytes,
+            Stream stream, const Arguments&... arguments) {
+  if (!check_grid(op, blocks)) return;
   if (shared_bytes > 48 * 1024) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
           op);
@@ -57,18 +62,24 @@ void launch(const char* op, void (*kernel)(Parameters...), int64_t blocks, dim3 
   check(cudaGetLastError(), op);
 }
 
-// The same for a kernel compiled at run time, with its one parameter.
-template <typename Parameters>
-void launch_variant(const char* op, const KernelVariant& variant, int64_t blocks, Stream stream, Parameters parameters) {
+// A kernel compiled at run time as the runtime's functions take it, after a look at the size of its one parameter.
+template <typename Parameters> auto variant_kernel(const char* op, const KernelVariant& variant) {
   if (variant.parameter_bytes != static_cast<int>(sizeof(Parameters))) {
     throw std::invalid_argument(std::string(op) + ": the variant's kernel takes " + std::to_string(variant.parameter_bytes) +
                                 " bytes of parameters, the built one " + std::to_string(sizeof(Parameters)) +
                                 ": its source is of another version than the build; run `pip install -e .` again");
   }
-  if (blocks <= 0) return;
-  check(cudaFuncSetAttribute(variant.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, variant.shared_bytes), op);
+  return reinterpret_cast<void (*)(Parameters)>(variant.kernel);
+}
+
+// `launch` for it: <<< >>> would call it.
+template <typename Parameters>
+void launch_variant(const char* op, const KernelVariant& variant, int64_t blocks, Stream stream, Parameters parameters) {
+  const auto kernel = variant_kernel<Parameters>(op, variant);
+  if (!check_grid(op, blocks)) return;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, variant.shared_bytes), op);
   void* arguments[] = {&parameters};
-  check(cudaLaunchKernel(variant.kernel, dim3(static_cast<unsigned>(blocks)), dim3(variant.threads), arguments,
+  check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)), dim3(variant.threads), arguments,
                          variant.shared_bytes, static_cast<cudaStream_t>(stream)),
         op);
 }

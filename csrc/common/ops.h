@@ -57,6 +57,15 @@ struct QuantizedWeight {
   int64_t group_size = 0;  // g, a multiple of 32
 };
 
+struct SkinnyGemm {
+  TensorView x;          // [T, K], at most 16 rows, strided
+  TensorView weight;     // [N, K], rows strided
+  TensorView bias;       // [N], or none
+  TensorView out;        // [T, N], gated: [T, N / 2]; of x's dtype or f32
+  bool gated = false;    // out = silu(first half of the columns) * second half
+  bool overlap = false;  // CUDA: may begin before the kernel ahead of it ends, which then must not write weight
+};
+
 struct QuantizedMatmul {
   TensorView x;    // [T, K], rows strided
   TensorView out;  // [T, N], rows strided
@@ -111,6 +120,7 @@ struct Sampling {
                         TensorView key_cache, TensorView value_cache, TensorView slot_mapping, bool interleaved,     \
                         TensorView key_scale, TensorView value_scale STREAM_ARG);                                    \
   void silu_and_mul(TensorView x, TensorView out STREAM_ARG); /* [T, 2I] -> [T, I] */                                \
+  void skinny_gemm(const SkinnyGemm& args STREAM_ARG); /* out = x W^T + bias */                                      \
   void quantized_matmul(const QuantizedMatmul& args STREAM_ARG); /* out = x W^T */                                   \
   void dequantize_weight(const QuantizedWeight& weight, TensorView out STREAM_ARG); /* W as floats, [N, K] */        \
   void sample(const Sampling& args STREAM_ARG);                                                                      \
@@ -142,6 +152,8 @@ void swap_blocks(TensorView source, TensorView destination, TensorView pairs, St
 int64_t paged_attention_workspace(const PagedAttention& args);
 // float32 elements that quantized_matmul uses as `workspace` for T rows of x and a weight of N padded columns and depth K.
 int64_t quantized_matmul_workspace(QuantizedKind kind, int64_t tokens, int64_t columns, int64_t depth, int device);
+// Rows of x, at most 16, that skinny_gemm multiplies in one pass over a weight of N columns and depth K; 0: none.
+int64_t skinny_gemm_rows(int64_t columns, int64_t depth, int device);
 // reshape_and_cache where the caches' type is not the tokens'.
 void write_quantized(TensorView key, TensorView value, TensorView key_cache, TensorView value_cache, TensorView slot_mapping,
                      TensorView key_scale, TensorView value_scale, Stream stream);

@@ -17,6 +17,23 @@ __device__ inline void copy_async_16(uint32_t destination, const void* source, b
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
 }
+// How the L2 cache keeps what is read once: first out, so that it drives nothing else out, dirty lines above all.
+__device__ inline uint64_t read_once_policy(int kind) {
+  uint64_t policy;
+  if (kind == 0) {
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  } else {
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  }
+  return policy;
+}
+__device__ inline void copy_async_16(uint32_t destination, const void* source, bool valid, uint64_t policy) {
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(destination), "l"(source),
+               "r"(bytes), "l"(policy)
+               : "memory");
+}
+__device__ inline void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until no more than kPending of this thread's groups are under way.
 template <int kPending> __device__ inline void wait_copies() {
@@ -39,6 +56,29 @@ __device__ inline uint32_t load_shared_4(uint32_t address) {
   uint32_t value;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address));
   return value;
+}
+
+__device__ inline void store_shared_16(uint32_t address, const uint4& value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
+__device__ inline void store_shared_4(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8, 16 bytes, and receives of each
+// matrix, with g = lane / 4 and q = lane % 4, the pair [g][2q, 2q+1]; transposed, the pair [2q, 2q+1][g].
+__device__ inline void load_matrices(uint32_t (&pairs)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ inline void load_matrices_transposed(uint32_t (&pairs)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3])
+               : "r"(address)
+               : "memory");
 }
 
 // c += a b for a [16 x 16], b [16 x 8], c [16 x 8] in float32. With g = lane / 4 and q = lane % 4 a thread holds

@@ -15,7 +15,7 @@
 #include <algorithm>
 
 #include "../common/cuda_dtype.h"
-#include "../common/cuda_launch.h"
+#include "launch.cuh"
 
 namespace research_engine::cuda {
 namespace {
@@ -31,17 +31,27 @@ __device__ float block_sum(float value, float* partial) {
   return sum;
 }
 
-// A row in registers: thread t holds the 16-byte vectors t, t + blockDim.x ... `residual` is null in the plain form; in the
-// fused form `out` is x itself.
+template <typename T> struct NormParams {
+  const T* x;
+  int64_t x_stride;
+  T* residual;  // null in the plain form
+  int64_t residual_stride;
+  const T* weight;
+  T* out;  // x itself in the fused form
+  int64_t out_stride;
+  int hidden_size;
+  float eps, weight_offset;
+};
+
+// A row in registers: thread t holds the 16-byte vectors t, t + blockDim.x ...
 template <typename T, int kVectors, bool kFused>
-__global__ void __launch_bounds__(1024)
-    rms_norm_kernel(const T* x, int64_t x_stride, T* residual, int64_t residual_stride, const T* weight, T* out,
-                    int64_t out_stride, int hidden_size, float eps, float weight_offset) {
+__global__ void __launch_bounds__(1024) rms_norm_kernel(const __grid_constant__ AfterPredecessor<NormParams<T>> after) {
+  const NormParams<T>& p = after.wait();
   __shared__ float partial[32];
   const int64_t row = blockIdx.x;
-  const auto* x_row = reinterpret_cast<const uint4*>(x + row * x_stride);
-  auto* residual_row = reinterpret_cast<uint4*>(residual + (kFused ? row * residual_stride : 0));
-  const int vectors = hidden_size / kWidth<T>;
+  const auto* x_row = reinterpret_cast<const uint4*>(p.x + row * p.x_stride);
+  auto* residual_row = reinterpret_cast<uint4*>(p.residual + (kFused ? row * p.residual_stride : 0));
+  const int vectors = p.hidden_size / kWidth<T>;
   uint4 held[kVectors], addends[kVectors], weights[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -49,7 +59,7 @@ __global__ void __launch_bounds__(1024)
     if (at >= vectors) continue;
     held[v] = x_row[at];
     if constexpr (kFused) addends[v] = residual_row[at];
-    weights[v] = reinterpret_cast<const uint4*>(weight)[at];
+    weights[v] = reinterpret_cast<const uint4*>(p.weight)[at];
   }
 
   float sum = 0;
@@ -71,7 +81,7 @@ __global__ void __launch_bounds__(1024)
 #pragma unroll
     for (int e = 0; e < kWidth<T>; ++e) sum += values[e] * values[e];
   }
-  const float factor = 1.0f / sqrtf(block_sum(sum, partial) / hidden_size + eps);
+  const float factor = 1.0f / sqrtf(block_sum(sum, partial) / p.hidden_size + p.eps);
 
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -81,21 +91,22 @@ __global__ void __launch_bounds__(1024)
     unpack<T>(held[v], values);
     unpack<T>(weights[v], scales);
 #pragma unroll
-    for (int e = 0; e < kWidth<T>; ++e) values[e] = values[e] * factor * (scales[e] + weight_offset);
-    reinterpret_cast<uint4*>(out + row * out_stride)[at] = pack<T>(values);
+    for (int e = 0; e < kWidth<T>; ++e) values[e] = values[e] * factor * (scales[e] + p.weight_offset);
+    reinterpret_cast<uint4*>(p.out + row * p.out_stride)[at] = pack<T>(values);
   }
 }
 
 // Any row, element by element, read twice.
 template <typename T>
 __global__ void __launch_bounds__(1024)
-    rms_norm_elements_kernel(const T* x, int64_t x_stride, T* residual, int64_t residual_stride, const T* weight, T* out,
-                             int64_t out_stride, int hidden_size, float eps, float weight_offset) {
+    rms_norm_elements_kernel(const __grid_constant__ AfterPredecessor<NormParams<T>> after) {
+  const NormParams<T>& p = after.wait();
   __shared__ float partial[32];
   const int64_t row = blockIdx.x;
-  x += row * x_stride;
-  out += row * out_stride;
-  if (residual != nullptr) residual += row * residual_stride;
+  const int hidden_size = p.hidden_size;
+  const T* x = p.x + row * p.x_stride;
+  T* out = p.out + row * p.out_stride;
+  T* residual = p.residual != nullptr ? p.residual + row * p.residual_stride : nullptr;
   float sum = 0;
   for (int i = threadIdx.x; i < hidden_size; i += blockDim.x) {
     float value = to_float(x[i]);
@@ -105,11 +116,11 @@ __global__ void __launch_bounds__(1024)
     }
     sum += value * value;
   }
-  const float factor = 1.0f / sqrtf(block_sum(sum, partial) / hidden_size + eps);
+  const float factor = 1.0f / sqrtf(block_sum(sum, partial) / hidden_size + p.eps);
   // Each thread reads back the elements that it wrote itself, so that no further barrier is needed.
   const T* normed = residual != nullptr ? residual : x;
   for (int i = threadIdx.x; i < hidden_size; i += blockDim.x) {
-    out[i] = from_float<T>(to_float(normed[i]) * factor * (to_float(weight[i]) + weight_offset));
+    out[i] = from_float<T>(to_float(normed[i]) * factor * (to_float(p.weight[i]) + p.weight_offset));
   }
 }
 
@@ -124,9 +135,10 @@ void norm(const char* op, TensorView x, TensorView residual, TensorView weight, 
     using T = typename decltype(tag)::type;
     const auto run = [&](auto kernel, int64_t wanted_threads) {
       const int64_t warps = std::min<int64_t>(ceil_div(wanted_threads, 32), 32);
-      launch(op, kernel, rows, static_cast<unsigned>(32 * warps), 0, stream, x.ptr<const T>(), x.strides[0],
-             residual.ptr<T>(), residual.strides[0], weight.ptr<const T>(), out.ptr<T>(), out.strides[0],
-             static_cast<int>(hidden_size), eps, weight_offset);
+      const NormParams<T> params{x.ptr<const T>(), x.strides[0], residual.ptr<T>(), residual.strides[0],
+                                 weight.ptr<const T>(), out.ptr<T>(), out.strides[0], static_cast<int>(hidden_size),
+                                 eps, weight_offset};
+      launch_after(op, kernel, {rows, static_cast<unsigned>(32 * warps)}, stream, params);
     };
     const int64_t vectors = hidden_size / kWidth<T>;
     const bool aligned = hidden_size % kWidth<T> == 0 && vector_aligned(x, x.strides[0]) &&

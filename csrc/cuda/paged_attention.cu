@@ -11,7 +11,8 @@
 // Paths      0 auto: requests of one query token take the decode kernel, the others the prefill kernel; which is which is
 //            found on the device, so both are launched where the batch may hold both, and a captured graph may be replayed
 //            with other lengths up to max_query_len and max_seq_len. 1 simple, 2 decode, 3 prefill: all rows. The decode kernel is
-//            the one on tensor cores where it takes the arguments, and so is the prefill kernel; 4 and 5 force those without.
+//            the one on tensor cores where it takes the arguments, and so is the prefill kernel, wgmma before mma.sync; 4 and 5
+//            force those without, 6 the prefill kernel on mma.sync where it takes the arguments.
 // Built for  any D from 1 to 256 (rows of whole 16-byte vectors are faster), any block size, any G, 16 and 32 bit floats; caches
 //            of the queries' type, or e4m3 or int8 with a scale a KV head: an element stands for itself times the scale.
 #include <algorithm>
@@ -22,7 +23,7 @@ namespace research_engine::cuda {
 namespace {
 
 constexpr const char* kOp = "paged_attention";
-enum Path { kAuto = 0, kSimple = 1, kDecode = 2, kPrefill = 3, kDecodeFma = 4, kPrefillFma = 5 };
+enum Path { kAuto = 0, kSimple = 1, kDecode = 2, kPrefill = 3, kDecodeFma = 4, kPrefillFma = 5, kPrefillMma = 6 };
 
 // How the decode kernel cuts its rows.
 struct SplitPlan {
@@ -130,12 +131,15 @@ bool takes_prefill(const PagedAttention& args) {
 }
 
 void launch_prefill(const PagedAttention& args, const AttentionParams& params, Stream stream) {
-  const bool tensor_cores = prefill_wgmma_supports(args, params);
-  if (!tensor_cores && args.variant.kernel != nullptr) {
+  const bool wgmma = args.path != kPrefillMma && prefill_wgmma_supports(args, params);
+  if (!wgmma && args.variant.kernel != nullptr) {
     throw std::invalid_argument("paged_attention: a variant of path prefill needs sm_90, queries and caches of the same 16-bit "
                                 "floats, rows aligned to 16 bytes and a head size that is a multiple of 8");
   }
-  if (!tensor_cores) return launch_prefill_attention(params, args.key_cache.dtype, stream);
+  if (!wgmma) {
+    if (prefill_mma_supports(args, params)) return launch_prefill_mma(args, params, stream);
+    return launch_prefill_attention(params, args.key_cache.dtype, stream);
+  }
   const bool counters = args.workspace && args.workspace.numel() >= kCounters;
   launch_prefill_wgmma(args, params, stream, counters ? args.workspace.ptr<int32_t>() + kPrefillCounters : nullptr);
 }
@@ -146,7 +150,7 @@ int64_t paged_attention_workspace(const PagedAttention& args) {
   if (args.path == kSimple || args.query.numel() == 0 || args.seq_lens.shape[0] == 0) return 0;
   const AttentionParams params = make_params(args);
   const int64_t prefill = takes_prefill(args) && prefill_wgmma_supports(args, params) ? kCounters : 0;
-  if (args.path == kPrefill || args.path == kPrefillFma) return args.path == kPrefill ? prefill : 0;
+  if (args.path == kPrefill || args.path == kPrefillFma || args.path == kPrefillMma) return prefill;
   if (args.path != kDecodeFma && decode_mma_supports(args, params)) return std::max(prefill, decode_mma_workspace(args));
   const int64_t partials = plan_splits(args, INT32_MAX).workspace;
   return partials > 0 ? kCounters + partials : prefill;
@@ -165,12 +169,14 @@ void paged_attention(const PagedAttention& args, Stream stream) {
   switch (args.path) {
     case kSimple: return launch_simple_attention(params, dtype, stream);
     case kPrefillFma: return launch_prefill_attention(params, dtype, stream);
-    case kPrefill: return launch_prefill(args, params, stream);
+    case kPrefill:
+    case kPrefillMma: return launch_prefill(args, params, stream);
     case kAuto:
     case kDecode:
     case kDecodeFma: break;
     default: throw std::invalid_argument("paged_attention: path " + std::to_string(args.path) +
-                                         " is none of 0 (auto), 1 (simple), 2 (decode), 3 (prefill), 4 and 5 (those without tensor cores)");
+                                         " is none of 0 (auto), 1 (simple), 2 (decode), 3 (prefill), 4 and 5 (those without "
+                                         "tensor cores), 6 (prefill on mma.sync)");
   }
   if (args.path != kDecodeFma && decode_mma_supports(args, params)) {
     launch_decode_mma(args, params, stream);

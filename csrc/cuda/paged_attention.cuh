@@ -54,7 +54,11 @@ struct AttentionParams {
   // The decode kernel alone: a row is cut into at most num_splits ranges of split_size keys.
   int64_t num_rows;
   int split_size, num_splits;
-  int64_t num_counters;  // of the tensor-core decode kernel's workspace
+  // The tensor-core decode kernel alone.
+  int64_t num_counters;   // of its workspace
+  int64_t table_entries;  // of block_tables, with the gaps between its rows
+  int cluster;            // thread blocks that may share a row's keys of one head group; 0: cut by load alone
+  int kv_policy, line_slack;
 };
 
 // One row: a query token of a request.
@@ -173,6 +177,10 @@ void launch_decode_mma(const PagedAttention& args, AttentionParams params, Strea
 // dealt in a fixed pattern. Launches that may run at the same time need counters of their own.
 bool prefill_wgmma_supports(const PagedAttention& args, const AttentionParams& params);
 void launch_prefill_wgmma(const PagedAttention& args, AttentionParams params, Stream stream, int32_t* counters = nullptr);
+
+// The prefill kernel on mma.sync (sm_80 on), quantised caches too: whether device and arguments suit it, launch.
+bool prefill_mma_supports(const PagedAttention& args, const AttentionParams& params);
+void launch_prefill_mma(const PagedAttention& args, const AttentionParams& params, Stream stream);
 #endif
 
 // A thread block of the decode kernel takes up to 8 query heads of a KV head; the number of such groups in G.

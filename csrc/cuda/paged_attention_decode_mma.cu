@@ -1,4 +1,7 @@
 // The decode kernel on tensor cores for caches of 16-bit floats, and the choice of it; the kernel: paged_attention_decode_mma.cuh.
+#include <map>
+#include <tuple>
+
 #include "paged_attention_decode_mma.cuh"
 
 namespace research_engine::cuda {
@@ -16,6 +19,22 @@ template <typename T> void launch_for_type(const AttentionParams& p, int64_t blo
     case 192: return launch_for_head_size<T, 192>(p, blocks, stream);
     default: return launch_for_head_size<T, 256>(p, blocks, stream);
   }
+}
+
+// A kernel compiled at run time (research_engine/kernels/jit) in the built one's place.
+void launch_compiled(const KernelVariant& variant, const AttentionParams& p, int64_t blocks, Stream stream) {
+  // A built kernel is asked first whether launches may overlap: one answer serves all, and this one may know more.
+  runs_sm90_code(kOp, reinterpret_cast<const void*>(decode_mma_kernel<__half, 64, 8>));
+  const DecodeKernel kernel = variant_kernel<AfterPredecessor<AttentionParams>>(kOp, variant);
+  const auto clusters = [&](int size) {
+    static thread_local std::map<std::tuple<void*, int, int>, int> known;
+    int device = 0;
+    check(cudaGetDevice(&device), kOp);
+    const auto [found, fresh] = known.try_emplace({variant.kernel, device, size}, 0);
+    if (fresh) found->second = active_clusters(kOp, kernel, {size, variant.threads, variant.shared_bytes, size});
+    return found->second;
+  };
+  launch_in_clusters(kernel, {blocks, variant.threads, variant.shared_bytes}, p, clusters, stream);
 }
 
 }  // namespace
@@ -50,6 +69,14 @@ void launch_decode_mma(const PagedAttention& args, AttentionParams params, Strea
   }
   params.num_rows = args.path == 0 ? args.seq_lens.shape[0] : args.query.shape[0];
   params.num_counters = sizes.counters;
+  params.table_entries = (args.block_tables.shape[0] - 1) * args.block_tables.strides[0] + args.block_tables.shape[1];
+  const auto option = [](const char* name, int otherwise) {
+    const char* value = std::getenv(name);
+    return value != nullptr ? std::atoi(value) : otherwise;
+  };
+  params.kv_policy = option("RESEARCH_ENGINE_DECODE_POLICY", 1);
+  params.line_slack = option("RESEARCH_ENGINE_DECODE_SLACK", 4);
+  if (!option("RESEARCH_ENGINE_DECODE_PREFETCH", 1)) params.table_entries = INT64_MAX;
   const bool cut_by_load = sizes.unit_keys == step_keys(args) && args.split_size == 0;
   params.split_size = cut_by_load ? 0 : static_cast<int>(std::min<int64_t>(sizes.unit_keys, INT32_MAX / 2));
   if (args.split_size > 0 && sizes.slots > 0) {  // one counter a row and group: too many to keep from call to call
@@ -57,7 +84,7 @@ void launch_decode_mma(const PagedAttention& args, AttentionParams params, Strea
           kOp);
   }
   if (args.variant.kernel != nullptr) {
-    launch_variant(kOp, args.variant, sizes.blocks, stream, params);
+    launch_compiled(args.variant, params, sizes.blocks, stream);
   } else if (args.key_cache.dtype != args.query.dtype) {
     decode::launch_quantized(params, args.key_cache.dtype, sizes.blocks, stream);
   } else if (args.query.dtype == DType::bf16) {

@@ -25,7 +25,15 @@ constexpr int kWarps = RESEARCH_ENGINE_DECODE_WARPS;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kTile = 16;             // keys of a warp's step
 constexpr int kStep = kTile * kWarps;  // keys of a block's step
-constexpr int kGroup = 16;            // query heads that share a tile
+constexpr int kMostCluster = 16;       // thread blocks; more than 8 where the device allows it
+
+// Query heads that share a tile: as many as a thread has registers for.
+__host__ __device__ constexpr int most_heads(int head_size) { return head_size > 128 ? 8 : 16; }
+
+// The groups of at most so many query heads that share a KV head, of all KV heads.
+__host__ __device__ constexpr int head_groups(int num_kv_heads, int group_size, int head_size) {
+  return num_kv_heads * ((group_size + most_heads(head_size) - 1) / most_heads(head_size));
+}
 
 __device__ inline Row grid_row(const AttentionParams& p, int index) {
   if (!p.single_queries) return token_row(p, index);
@@ -54,6 +62,7 @@ struct Cursor {
 struct Plan {
   int num_rows, num_groups, unit_keys;
   bool fixed;      // every unit is a piece
+  bool by_line;    // every (row, group) belongs to one cluster, of p.cluster blocks, and to no other
   int num_blocks;   // that take part
   int share, more;  // units of a block; the first `more` blocks have one more
   int begin, end;   // this block's run
@@ -97,6 +106,28 @@ __device__ inline bool next_piece(Cursor& c, const Plan& plan, const AttentionPa
   return true;
 }
 
+// The block's share when every (row, group) has a cluster. Returns false for those without keys and for clusters to spare; a block
+// that gets no unit has a piece without keys, for it has its part in adding up.
+__device__ inline bool take_line(const AttentionParams& p, const Plan& plan, Cursor& c) {
+  const int line = blockIdx.x / p.cluster, rank = blockIdx.x % p.cluster;
+  c.index = line / plan.num_groups;
+  if (c.index >= plan.num_rows) return false;
+  c.group = line % plan.num_groups;
+  c.row = grid_row(p, c.index);
+  c.num_units = units_of(c.row, plan.unit_keys);
+  if (c.num_units == 0) return false;
+  const int share = c.num_units / p.cluster, more = c.num_units % p.cluster;
+  c.unit = rank * share + min(rank, more);
+  c.left = share + (rank < more ? 1 : 0);
+  if (c.left > 0) {
+    start_piece(c, plan);
+  } else {
+    c.left = c.piece = 1;
+    c.key = c.key_end = c.row.end;
+  }
+  return true;
+}
+
 // The block's share of the line: every thread counts the units of a run of rows, a scan over threads finds the owner of the
 // first unit. Returns false when there is nothing for this block. All threads call it.
 __device__ inline bool find_share(const AttentionParams& p, Plan& plan, Cursor& c, int* scratch) {
@@ -104,8 +135,12 @@ __device__ inline bool find_share(const AttentionParams& p, Plan& plan, Cursor& 
   const int per_thread = (plan.num_rows + kThreads - 1) / kThreads;
   const int first = min(static_cast<int>(threadIdx.x) * per_thread, plan.num_rows);
   const int last = min(first + per_thread, plan.num_rows);
-  int mine = 0;
-  for (int index = first; index < last; ++index) mine += units_of(grid_row(p, index), plan.unit_keys);
+  int mine = 0, longest = 0;
+  for (int index = first; index < last; ++index) {
+    const int units = units_of(grid_row(p, index), plan.unit_keys);
+    mine += units;
+    longest = max(longest, units);
+  }
   mine *= plan.num_groups;
   int until = mine;
 #pragma unroll
@@ -113,15 +148,23 @@ __device__ inline bool find_share(const AttentionParams& p, Plan& plan, Cursor& 
     const int other = __shfl_up_sync(0xffffffffu, until, step);
     if (lane >= step) until += other;
   }
-  if (lane == 31) scratch[warp] = until;
+  longest = __reduce_max_sync(0xffffffffu, longest);
+  if (lane == 31) {
+    scratch[warp] = until;
+    scratch[kWarps + warp] = longest;
+  }
   __syncthreads();
   int before = until - mine, total = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
     if (w < warp) before += scratch[w];
     total += scratch[w];
+    longest = max(longest, scratch[kWarps + w]);
   }
   plan.num_blocks = min(static_cast<int>(gridDim.x), total);
+  plan.by_line = p.cluster > 0 && total > 0 &&
+                 (longest + p.cluster - 1) / p.cluster <= total / plan.num_blocks + p.line_slack;
+  if (plan.by_line) return take_line(p, plan, c);
   const int block = blockIdx.x;
   if (block >= plan.num_blocks) return false;
   plan.share = total / plan.num_blocks;
@@ -133,19 +176,19 @@ __device__ inline bool find_share(const AttentionParams& p, Plan& plan, Cursor& 
     for (int index = first;; ++index) {
       const int units = units_of(grid_row(p, index), plan.unit_keys) * plan.num_groups;
       if (plan.begin < at + units) {
-        scratch[kWarps] = index;
-        scratch[kWarps + 1] = plan.begin - at;
+        scratch[2 * kWarps] = index;
+        scratch[2 * kWarps + 1] = plan.begin - at;
         break;
       }
       at += units;
     }
   }
   __syncthreads();
-  c.index = scratch[kWarps];
+  c.index = scratch[2 * kWarps];
   c.row = grid_row(p, c.index);
   c.num_units = units_of(c.row, plan.unit_keys);
-  c.group = scratch[kWarps + 1] / c.num_units;
-  c.unit = scratch[kWarps + 1] % c.num_units;
+  c.group = scratch[2 * kWarps + 1] / c.num_units;
+  c.unit = scratch[2 * kWarps + 1] % c.num_units;
   c.left = plan.end - plan.begin;
   start_piece(c, plan);
   return true;
@@ -158,7 +201,7 @@ struct Sizes {
   int64_t workspace(const PagedAttention& args) const {
     if (slots == 0) return 0;
     const int64_t group = args.query.shape[1] / args.key_cache.shape[1];
-    return counters + slots * std::min<int64_t>(group, kGroup) * (args.query.shape[2] + 2);
+    return counters + slots * std::min<int64_t>(group, most_heads(static_cast<int>(args.query.shape[2]))) * (args.query.shape[2] + 2);
   }
 };
 
@@ -170,8 +213,8 @@ inline int blocks_per_sm(const PagedAttention& args) {
 
 inline Sizes sizes_of(const PagedAttention& args, int64_t unit_keys) {
   const int64_t rows = args.path == 0 ? args.seq_lens.shape[0] : args.query.shape[0];
-  const int64_t group = args.query.shape[1] / args.key_cache.shape[1];
-  const int64_t lines = rows * args.key_cache.shape[1] * ceil_div(group, kGroup);
+  const int num_kv_heads = static_cast<int>(args.key_cache.shape[1]), group = static_cast<int>(args.query.shape[1]) / num_kv_heads;
+  const int64_t lines = rows * head_groups(num_kv_heads, group, static_cast<int>(args.query.shape[2]));
   const int64_t keys = std::max<int64_t>(args.max_seq_len, 1);
   const bool windowed = args.causal && args.sliding_window > 0 && args.sliding_window < keys;
   const int64_t most = windowed ? ceil_div(args.sliding_window, unit_keys) + 1 : ceil_div(keys, unit_keys);

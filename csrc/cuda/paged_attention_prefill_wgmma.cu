@@ -456,10 +456,11 @@ int device_attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
-template <typename T, int kD> void launch_tiles(const PagedAttention& args, PrefillParams& p, Stream stream) {
+template <typename T, int kD>
+void launch_tiles(const PagedAttention& args, const AttentionParams& params, PrefillParams& p, Stream stream) {
   using Shape = WgmmaShape<kD>;
   const AttentionParams& a = p.attention;
-  p.tiles = static_cast<int>(a.num_tokens * a.group_size / Shape::kRows + a.num_requests);
+  const int64_t items = plan_rows(args, params, Shape::kRows, kOp, p);
   const int keys = args.variant.kernel != nullptr ? args.variant.keys : Shape::kKeys;
   p.copy_rows = std::gcd(static_cast<int>(a.block_size.value), keys);
   p.whole_copies = a.head_size == kD && p.copy_rows % 8 == 0;
@@ -470,11 +471,6 @@ template <typename T, int kD> void launch_tiles(const PagedAttention& args, Pref
   p.values = p.whole_copies ? whole_map(args.value_cache, p.copy_rows) : atom_map(args.value_cache, p.copy_rows);
   p.atom_bytes = p.whole_copies ? kAtomGroup : keys * kAtomRow;
   p.group_bytes = p.whole_copies ? Shape::kAtoms * kAtomGroup : kAtomGroup;
-  // A KV head's keys and values are read by all its tiles: keep those of the heads in work within two thirds of the L2 cache.
-  const int64_t budget = int64_t{device_attribute(cudaDevAttrL2CacheSize, args.query.device)} * 2 / 3;
-  const int64_t head_bytes = std::max<int64_t>(args.max_seq_len, 1) * a.head_size * 4;
-  p.section_heads = static_cast<int>(std::clamp<int64_t>(budget / head_bytes, 1, a.num_kv_heads));
-  const int64_t items = int64_t{p.tiles} * a.num_kv_heads;
   const int64_t blocks = std::min<int64_t>(items, device_attribute(cudaDevAttrMultiProcessorCount, args.query.device));
   if (args.variant.kernel != nullptr) return launch_variant(kOp, args.variant, blocks, stream, p);
   const bool plain = a.softcap <= 0.0f && a.alibi_slopes == nullptr && a.scale > 0.0f;
@@ -482,12 +478,13 @@ template <typename T, int kD> void launch_tiles(const PagedAttention& args, Pref
          shared_bytes<kD>(), stream, p);
 }
 
-template <typename T> void launch_for_type(const PagedAttention& args, PrefillParams& p, Stream stream) {
-  const int head_size = p.attention.head_size;
-  if (head_size <= 64) return launch_tiles<T, 64>(args, p, stream);
-  if (head_size <= 128) return launch_tiles<T, 128>(args, p, stream);
-  if (head_size <= 192) return launch_tiles<T, 192>(args, p, stream);
-  return launch_tiles<T, 256>(args, p, stream);
+template <typename T>
+void launch_for_type(const PagedAttention& args, const AttentionParams& params, PrefillParams& p, Stream stream) {
+  const int head_size = params.head_size;
+  if (head_size <= 64) return launch_tiles<T, 64>(args, params, p, stream);
+  if (head_size <= 128) return launch_tiles<T, 128>(args, params, p, stream);
+  if (head_size <= 192) return launch_tiles<T, 192>(args, params, p, stream);
+  return launch_tiles<T, 256>(args, params, p, stream);
 }
 #endif
 
@@ -513,13 +510,11 @@ bool prefill_wgmma_supports(const PagedAttention& args, const AttentionParams& p
 
 void launch_prefill_wgmma(const PagedAttention& args, AttentionParams params, Stream stream, int32_t* counters) {
   PrefillParams p{};
-  p.attention = params;
-  p.group = Divisor(static_cast<uint32_t>(params.group_size));
   p.counters = counters;
   if (args.query.dtype == DType::bf16) {
-    launch_for_type<__nv_bfloat16>(args, p, stream);
+    launch_for_type<__nv_bfloat16>(args, params, p, stream);
   } else {
-    launch_for_type<__half>(args, p, stream);
+    launch_for_type<__half>(args, params, p, stream);
   }
 }
 #endif

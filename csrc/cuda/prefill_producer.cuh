@@ -1,11 +1,12 @@
-// The producer's side of the wgmma prefill kernel (paged_attention_prefill_wgmma.cu): tile sizes, the order of work, and how
-// queries, keys and values come into shared memory.
+// The producer's side of the wgmma prefill kernel (paged_attention_prefill_wgmma.cu): tile sizes, and how queries,
+// keys and values come into shared memory.
 #pragma once
 
 #include <algorithm>
 
 #include "mma.cuh"
 #include "paged_attention.cuh"
+#include "prefill_plan.cuh"
 #include "wgmma.cuh"
 
 namespace research_engine::cuda::prefill {
@@ -42,17 +43,6 @@ template <int kD> struct WgmmaShape {
   static_assert(kSlots >= 4, "two tiles of keys in use, two on their way");
 };
 
-// A tile of query rows: what the producer's planner tells the other warps.
-struct Tile {
-  int steps;  // tiles of keys; -1: there are no more tiles of rows
-  int request, kv_head;
-  int first_query;           // token of the request's first query
-  int first_row, total_rows;  // of the request
-  int position;              // of the request's first query
-  int seq_len;
-  int start;  // key at which tile 0 starts
-};
-
 template <int kD> struct Control {
   using Shape = WgmmaShape<kD>;
   uint64_t full[Shape::kSlots], empty[Shape::kSlots];
@@ -66,19 +56,14 @@ template <int kD> constexpr int shared_bytes() {  // the base is moved to a mult
          static_cast<int>(sizeof(Control<kD>));
 }
 
-struct PrefillParams {
+struct PrefillParams : PlanParams {  // copy_rows: keys of one tensor copy, a power of two that divides block size and tile
   CUtensorMap keys, values;
-  AttentionParams attention;
-  Divisor group;
-  int tiles;          // of query rows, all requests, an upper bound
-  int section_heads;  // KV heads whose tiles run side by side
-  int copy_rows;      // keys of one tensor copy: a power of two that divides block size and tile
   // Where a tile of keys lies in its slot: from an atom of 64 elements to the next, and from 8 keys to the next 8.
   //   whole copies   [keys / 8][D / 64][8 keys, 64 elements]: one copy brings all of a block's elements
   //   otherwise      [D / 64][keys, 64 elements]: a copy for every atom
   int atom_bytes, group_bytes;
   bool whole_copies;
-  int* counters;      // [2]: tiles dealt, blocks done; zero before and after; may be null
+  int* counters;  // [2]: tiles dealt, blocks done; zero before and after; may be null
 };
 
 // Place in a ring of kSlots, and the parity of the pass.
@@ -92,42 +77,6 @@ template <int kSlots> struct Place {
     }
   }
 };
-
-__device__ __forceinline__ int first_tile(const AttentionParams& a, int request, int tile_rows) {
-  return static_cast<int>(static_cast<int64_t>(a.query_start_loc[request]) * a.group_size / tile_rows) + request;
-}
-
-// The tile of rows that stands at `item` of the order of work; false when it is empty or not this path's. A warp calls it.
-template <int kRows, int kKeys> __device__ bool plan_tile(const PrefillParams& p, int item, int lane, Tile& tile) {
-  const AttentionParams& a = p.attention;
-  const int section = item / (p.tiles * p.section_heads);
-  const int heads = min(p.section_heads, a.num_kv_heads - section * p.section_heads);
-  const int within = item - section * p.tiles * p.section_heads;
-  const int index = p.tiles - 1 - within / heads;
-  int request = 0;  // the last that starts at or before `index`: 32 probes at a time
-  for (int count = a.num_requests; count > 1;) {
-    const int step = (count + 31) / 32;
-    const bool before = lane * step < count && first_tile(a, request + lane * step, kRows) <= index;
-    const int last = 31 - __clz(static_cast<int>(__ballot_sync(0xffffffffu, before) | 1u));
-    request += last * step;
-    count = min(step, count - last * step);
-  }
-  const int length = a.query_start_loc[request + 1] - a.query_start_loc[request];
-  tile.request = request;
-  tile.kv_head = section * p.section_heads + within % heads;
-  tile.first_query = a.query_start_loc[request];
-  tile.total_rows = length * a.group_size;
-  tile.first_row = (index - first_tile(a, request, kRows)) * kRows;
-  if (tile.first_row >= tile.total_rows || (a.single_queries && length == 1)) return false;
-  tile.seq_len = a.seq_lens[request];
-  tile.position = tile.seq_len - length;
-  const int last_row = min(tile.first_row + kRows, tile.total_rows) - 1;
-  const int begin = first_key(a, tile.position + p.group.divide(tile.first_row));
-  const int end = end_key(a, tile.position + p.group.divide(last_row), tile.seq_len);
-  tile.start = begin & ~(p.copy_rows - 1);
-  tile.steps = end > begin ? (end - tile.start + kKeys - 1) / kKeys : 0;
-  return true;
-}
 
 // The first producer warps: keys and values of one tile after another, in the order in which the consumers use them.
 template <int kD> class CacheCopier {

@@ -9,7 +9,7 @@
 // Roofline   memory: 4 T Hkv D elements moved (key and value, read and written), no arithmetic.
 // Reached    not measured yet.
 #include "../common/cuda_dtype.h"
-#include "../common/cuda_launch.h"
+#include "launch.cuh"
 
 namespace research_engine::cuda {
 namespace {
@@ -25,15 +25,24 @@ template <typename Unit> struct Rows {
   int64_t block_stride, tile_stride;
 };
 
+template <typename Unit> struct WriteParams {
+  Rows<Unit> key, value;
+  const int64_t* slot_mapping;
+  int64_t num_slots, capacity, block_size;
+  int num_heads, head_units;
+};
+
 template <typename Unit>
 __global__ void __launch_bounds__(kThreads)
-    reshape_and_cache_kernel(Rows<Unit> key, Rows<Unit> value, const int64_t* slot_mapping, int64_t num_slots,
-                             int64_t capacity, int64_t block_size, int num_heads, int head_units) {
+    reshape_and_cache_kernel(const __grid_constant__ AfterPredecessor<WriteParams<Unit>> after) {
+  const WriteParams<Unit>& p = after.wait();
+  const Rows<Unit>&key = p.key, &value = p.value;
+  const int num_heads = p.num_heads, head_units = p.head_units;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (token >= num_slots) return;
-  const int64_t slot = slot_mapping[token];
-  if (slot < 0 || slot >= capacity) return;
-  const int64_t block = slot / block_size, offset = slot % block_size;
+  if (token >= p.num_slots) return;
+  const int64_t slot = p.slot_mapping[token];
+  if (slot < 0 || slot >= p.capacity) return;
+  const int64_t block = slot / p.block_size, offset = slot % p.block_size;
   for (int item = threadIdx.x; item < num_heads * head_units; item += blockDim.x) {
     const int64_t head = item / head_units;
     const int unit = item % head_units;
@@ -67,9 +76,10 @@ void write_rows(const TensorView& key, const TensorView& value, const TensorView
   unsigned width = 32;
   while (width < kThreads && width < num_heads * head_units) width *= 2;
   const dim3 threads(width, kThreads / width);
-  launch(kOp, reshape_and_cache_kernel<Unit>, ceil_div(num_slots, threads.y), threads, 0, stream,
-         rows_of<Unit>(key, key_cache), rows_of<Unit>(value, value_cache), slot_mapping.ptr<const int64_t>(), num_slots,
-         key_cache.shape[0] * block_size, block_size, static_cast<int>(num_heads), static_cast<int>(head_units));
+  const WriteParams<Unit> params{rows_of<Unit>(key, key_cache), rows_of<Unit>(value, value_cache),
+                                 slot_mapping.ptr<const int64_t>(), num_slots, key_cache.shape[0] * block_size, block_size,
+                                 static_cast<int>(num_heads), static_cast<int>(head_units)};
+  launch_after(kOp, reshape_and_cache_kernel<Unit>, {ceil_div(num_slots, threads.y), threads}, stream, params);
 }
 
 }  // namespace

@@ -22,7 +22,7 @@
 #include <initializer_list>
 
 #include "../common/cuda_dtype.h"
-#include "../common/cuda_launch.h"
+#include "launch.cuh"
 
 namespace research_engine::cuda {
 namespace {
@@ -68,7 +68,8 @@ template <typename C, int kStep> __device__ inline void store_in_cache(const Cac
 
 // kStep elements or pairs at a time. C: of the cache.
 template <typename T, typename C, int kStep>
-__global__ void __launch_bounds__(kThreads) rotary_kernel(const __grid_constant__ RotaryParams p) {
+__global__ void __launch_bounds__(kThreads) rotary_kernel(const __grid_constant__ AfterPredecessor<RotaryParams> after) {
+  const RotaryParams& p = after.wait();
   const int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (token >= p.num_tokens) return;
   const bool caching = p.key_cache.data != nullptr;
@@ -169,7 +170,8 @@ void run(const char* op, RotaryParams p, std::initializer_list<TensorView> rows,
     unsigned width = 32;
     while (width < kThreads && width < items / (vectors ? 2 * kStep : 2)) width *= 2;
     const dim3 threads(width, kThreads / width);
-    launch(op, vectors ? rotary_kernel<T, C, kStep> : rotary_kernel<T, C, 1>, ceil_div(p.num_tokens, threads.y), threads, 0, stream, p);
+    launch_after(op, vectors ? rotary_kernel<T, C, kStep> : rotary_kernel<T, C, 1>, {ceil_div(p.num_tokens, threads.y), threads},
+                 stream, p);
   };
   dispatch_float(type, op, [&](auto tokens) {
     if (cache == DType::f8e4m3) return launch_for(tokens, TypeTag<__nv_fp8_e4m3>{});

@@ -141,6 +141,14 @@ def _quantized_op(kind: str, bits: int) -> Op:
     return Op("TxNxK:group", cuda, cpu, work, make_quantized_matmul(kind), has_product=True)
 
 
+def skinny_gemm_work(sizes: Sizes, element_size: int, path: str) -> Work:
+    """The weight, x and the result once."""
+    n, k, rows = sizes["N"], sizes["K"], sizes["T"]
+    results = rows * (n // 2 if path == "gated" else n)
+    return Work((n * k + rows * k + results) * element_size, 2 * rows * n * k, "read")
+
+
+_LINEAR_SHAPES = ("6144x4096", "4096x4096", "28672x4096", "4096x14336", "128256x4096", "3072x576", "49152x576")
 _DECODE_SHAPES = (
     "1x1024:32/8/128:16", "1x8192:32/8/128:16", "1x65536:32/8/128:16", "8x2048:32/8/128:16", "32x1024:32/8/128:16",
     "32x8192:32/8/128:16", "128x1024:32/8/128:16", "128x4096:32/8/128:16", "256x512:32/8/128:16",
@@ -226,6 +234,16 @@ OPS: dict[str, Op] = {
             2 * s["T"] * (s["Hq"] + s["Hkv"]) * s["D"] * e, 3 * s["T"] * (s["Hq"] + s["Hkv"]) * s["D"], "copy"
         ),
         problems.make_rotary_embedding,
+    ),
+    "skinny_gemm": Op(
+        "TxNxK",
+        tuple(f"{rows}x{shape}" for shape in _LINEAR_SHAPES for rows in (1, 4, 8, 16)),
+        ("1x1024x2048", "8x1024x2048"),
+        skinny_gemm_work,
+        problems.make_skinny_gemm,
+        cuda_paths=("plain", "gated"),
+        cpu_paths=("plain", "gated"),
+        has_product=True,
     ),
     "w4a16": _quantized_op("int4", 4),
     "w8a16": _quantized_op("int8", 8),

@@ -19,6 +19,7 @@ Sizes = Mapping[str, int]  # of a shape, by the names of the op's form
 
 SAMPLED_ROWS = 64  # of an op whose rows the oracle computes quickly
 SAMPLED_QUERIES = 3  # rows of attention
+SAMPLED_COLUMNS = 256  # of a product
 # Relative error of a row: a few times the rounding of results, and of attention's probabilities, to the dtype.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 EPS = 1e-5
@@ -238,6 +239,34 @@ def make_silu_and_mul(sizes: Sizes, setting: Setting) -> Problem:
         run,
         reset=lambda: _poison(out),
         error=lambda results: relative_error(results[0][rows], expected),
+        tolerance=TOLERANCES[setting.dtype],
+        peers={"torch": lambda: by_torch},
+    )
+
+
+def make_skinny_gemm(sizes: Sizes, setting: Setting) -> Problem:
+    """A linear layer of a decode step; on the path "gated" its columns are gate and up, and silu_and_mul follows."""
+    x, weight = _normals(setting, (sizes["T"], sizes["K"]), (sizes["N"], sizes["K"]))
+    weight *= sizes["K"] ** -0.5
+    gated = setting.path == "gated"
+    columns = sizes["N"] // 2 if gated else sizes["N"]
+    out = torch.empty(sizes["T"], columns, dtype=setting.dtype, device=setting.device)
+    sampled = sample(columns, SAMPLED_COLUMNS, setting)
+    rows = torch.cat((sampled, sampled + columns)) if gated else sampled
+    expected = reference.skinny_gemm(x, weight[rows], gated=gated)
+
+    def run() -> Results:
+        kernels.skinny_gemm(x, weight, gated=gated, out=out)
+        return (out,)
+
+    def by_torch() -> Results:
+        product = functional.linear(x, weight)
+        return (kernels.silu_and_mul(product) if gated else product,)
+
+    return Problem(
+        run,
+        reset=lambda: _poison(out),
+        error=lambda results: relative_error(results[0][:, sampled], expected),
         tolerance=TOLERANCES[setting.dtype],
         peers={"torch": lambda: by_torch},
     )

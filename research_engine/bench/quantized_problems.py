@@ -8,12 +8,10 @@ import torch
 from torch.nn import functional
 
 from research_engine import kernels
-from research_engine.bench.kernel_problems import TOLERANCES, Problem, Setting, Sizes, relative_error
+from research_engine.bench.kernel_problems import SAMPLED_COLUMNS, TOLERANCES, Problem, Setting, Sizes, relative_error
 from research_engine.bench.kernel_timing import Results, Run
 from research_engine.kernels import reference
 from research_engine.kernels.quantized import KINDS, QuantizedWeight, columns_of
-
-_SAMPLED_COLUMNS = 256
 
 
 def random_weight(kind: str, n: int, k: int, group_size: int, setting: Setting) -> QuantizedWeight:
@@ -41,7 +39,7 @@ def make_quantized_matmul(kind: str) -> Callable[[Sizes, Setting], Problem]:
         out = torch.empty(sizes["T"], sizes["N"], dtype=setting.dtype, device=setting.device)
         size = kernels.quantized_matmul_workspace(weight, sizes["T"])
         workspace = torch.zeros(size, dtype=torch.float32, device=setting.device) if size else None
-        last = min(_SAMPLED_COLUMNS, sizes["N"])
+        last = min(SAMPLED_COLUMNS, sizes["N"])
         expected = reference.quantized_matmul(x, columns_of(weight, 0, last))
 
         def run() -> Results:

@@ -12,6 +12,7 @@ from research_engine.kernels.attention import paged_attention, paged_attention_w
 from research_engine.kernels.attention_states import merge_attention_states
 from research_engine.kernels.build_info import build_info
 from research_engine.kernels.cache import copy_blocks, gather_cache, reshape_and_cache, swap_blocks
+from research_engine.kernels.gemm import skinny_gemm, skinny_gemm_rows
 from research_engine.kernels.norm import fused_add_rms_norm, rms_norm
 from research_engine.kernels.quantized import (
     QuantizedWeight,
@@ -36,6 +37,8 @@ __all__ = [
     "rotary_embedding",
     "rotary_and_cache",
     "silu_and_mul",
+    "skinny_gemm",
+    "skinny_gemm_rows",
     "QuantizedWeight",
     "pack_weight",
     "quantized_matmul",

@@ -17,7 +17,7 @@ from research_engine.kernels._checks import (
 from research_engine.kernels._extension import _C, check_scale_values, host, stream_of, traced
 from research_engine.kernels.jit.variants import Launch, is_variant, launch_of, parse_path
 
-PATHS = {"auto": 0, "simple": 1, "decode": 2, "prefill": 3, "decode_fma": 4, "prefill_fma": 5}
+PATHS = {"auto": 0, "simple": 1, "decode": 2, "prefill": 3, "decode_fma": 4, "prefill_fma": 5, "prefill_mma": 6}
 CPU_PATHS = ("auto", "decode", "prefill")
 
 
@@ -74,8 +74,9 @@ def paged_attention(
         out: `[T, Hq, D]`, last dimension contiguous, of query's dtype; made when None.
         lse: float32 `[T, Hq]`, contiguous: takes the logarithms of the denominators, sinks included.
         path: "auto" picks a kernel for each request; "decode" and "prefill" force one. On CUDA also "simple", and
-            "decode_fma" and "prefill_fma" (those without tensor cores), and "decode[stages=3]" and the like: a variant
-            of the kernel on tensor cores, which its first call compiles (`kernels.jit`; not while a graph is captured).
+            "decode_fma" and "prefill_fma" (those without tensor cores), "prefill_mma" (the prefill kernel on mma.sync
+            where the arguments suit it, on Hopper too), and "decode[stages=3]" and the like: a variant of the kernel
+            on tensor cores, which its first call compiles (`kernels.jit`; not while a graph is captured).
         split_size: keys that one decode item takes. Given, a row's result is bitwise the same whatever the batch
             around it; None chooses it by the batch, for speed.
         workspace: CUDA only: float32, contiguous, memory for split partials, of `paged_attention_workspace(...)`

@@ -37,6 +37,23 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
     return result if out is None else out.copy_(result)
 
 
+def skinny_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `kernels.skinny_gemm`; any number of rows."""
+    result = x.double() @ weight.double().T
+    if bias is not None:
+        result = result + bias.double()
+    if gated:
+        result = silu_and_mul(result)
+    return result if out is None else out.copy_(result)
+
+
 def rotary_embedding(
     positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool = False
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from research_engine.layers.activation import activate, activate_and_mul
+from research_engine.layers.activation import activate
 from research_engine.layers.linear import GateUpLinear, Linear
 
 
@@ -16,7 +16,7 @@ class GatedMLP:
 
     def __call__(self, x: torch.Tensor, gated_TI: torch.Tensor) -> torch.Tensor:
         """``[T, H] -> [T, H]``. Mutates ``gated_TI``, memory that all layers share."""
-        return self.down(activate_and_mul(self.activation, self.gate_up(x), gated_TI))
+        return self.down(self.gate_up.gated(self.activation, x, gated_TI))
 
     def parts(self) -> dict[str, dict[str, torch.Tensor]]:
         """Views for the loader; gate and up as one and apart."""

@@ -26,6 +26,7 @@ SMALL = {
     "fused_add_rms_norm": "70x32",
     "silu_and_mul": "70x24",
     "rotary_embedding": "70:4/2/16",
+    "skinny_gemm": "5x70x96",
     "w4a16": "5x70x96:32",
     "w8a16": "3x70x96:96",
     "w8a16_float8": "9x70x96:96",
@@ -66,8 +67,8 @@ def test_the_small_shapes_cover_every_op():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("op", OPS)
 def test_ours_and_torch_are_right_and_timed(op, dtype, device):
-    if device == "cuda" and dtype == "float32" and op.startswith("w"):
-        pytest.skip("quantised products on CUDA take 16-bit floats alone")
+    if (device, dtype) == ("cuda", "float32") and ("a16" in op or op == "skinny_gemm"):
+        pytest.skip("the products for few rows take 16-bit floats alone there")
     ours, *peers = measure(op, device=device, dtype=dtype)
     for measurement in (ours, *peers):
         assert (measurement.status, measurement.note) == ("ok", "")

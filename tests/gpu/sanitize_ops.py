@@ -41,6 +41,8 @@ ATTENTION_CASES: list[tuple[int, int, int, dict[str, object]]] = [
     (192, 16, 7, {"sliding_window": 1}),
     (128, 4, 16, {"cache_dtype": torch.float8_e4m3fn}),
     (64, 3, 32, {"cache_dtype": torch.int8, "split_size": 64}),
+    (96, 7, 16, {"cache_dtype": torch.int8, "sliding_window": 33, "softcap": 5.0}),
+    (256, 2, 1, {"cache_dtype": torch.float8_e4m3fn, "causal": False, "sinks": True}),
 ]
 
 
@@ -124,6 +126,18 @@ def check_quantized(device: str, dtype: torch.dtype, kind: str, n: int, k: int, 
     error = (kernels.quantized_matmul(x, weight).double() - expected).norm() / expected.norm()
     assert error < TOLERANCE[dtype], f"relative error {error}"
     same(kernels.dequantize_weight(weight, dtype).cpu(), kernels.reference.dequantize_weight(weight).cpu(), dtype)
+
+
+def check_skinny_gemm(device: str, dtype: torch.dtype, rows: int, n: int, k: int, gated: bool) -> None:
+    """With a bias, into float32; on a GPU overlapped by the call before."""
+    if dtype == torch.float32 and device != "cpu":
+        return  # no kernel
+    x, weight, bias = torch.randn(rows, k).to(dtype), (torch.randn(n, k) * k**-0.5).to(dtype), torch.randn(n).to(dtype)
+    expected = kernels.reference.skinny_gemm(x, weight, bias, gated=gated)
+    on_device = [tensor.to(device) for tensor in (x, weight, bias)]
+    for overlap in (False, True):
+        out = kernels.skinny_gemm(*on_device, gated=gated, out_dtype=torch.float32, overlap=overlap)
+        same(out.cpu(), expected, torch.float32)
 
 
 def check_swap(device: str, dtype: torch.dtype, head_size: int) -> None:
@@ -240,6 +254,12 @@ def others(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
                 f"quantized_matmul {kind} K={5 * d // 32 * 32}",
                 partial(check_quantized, device, dtype, kind, 300, 5 * (d // 32 * 32), 5, 11),
             )
+        for rows in (1, 8, 13):
+            for n, k in ((24, 8), (300, 5 * d // 8 * 8), (70, 14336)):
+                yield (
+                    f"skinny_gemm {rows} x {n} x {k} gated={d == 46}",
+                    partial(check_skinny_gemm, device, dtype, rows, n, k, d == 46),
+                )
         yield f"copy_blocks D={d}", case("copy_blocks", [random(3, 2, 9, 2, 5, d), pairs])
         yield f"swap_blocks D={d}", partial(check_swap, device, dtype, d)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -206,6 +208,36 @@ def test_k20_fixed_splits_make_a_row_independent_of_its_batch(
         together.key_cache[here], together.value_cache[here] = alone.key_cache[there], alone.value_cache[there]
     expected, actual = (run(batch, scale=0.125, split_size=split_size)[0] for batch in (alone, together))
     assert torch.equal(actual[rows], expected)
+
+
+# Prefill kernels whose rows keep their bits under a window too: their tiles of keys start at multiples from key 0.
+WINDOWED = {"cpu": (), "cuda": ("prefill_mma",)}
+
+
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize(("head_size", "group"), [(64, 1), (96, 3), (128, 8), (256, 2)])
+def test_k20_prefill_gives_a_row_the_same_bits_in_a_prompt_in_a_chunk_and_beside_others(
+    device: str, head_size: int, group: int, cache_dtype: torch.dtype | None
+) -> None:
+    length, dtype = 150, torch.bfloat16
+    prompt = make_batch(
+        [(length, length)], num_kv_heads=1, group=group, head_size=head_size, dtype=dtype, cache_dtype=cache_dtype,
+        device=device,
+    )  # fmt: skip
+    for path in (path for path in FORCED[device] if path.startswith("prefill")):
+        for window in (None, 50) if path in WINDOWED[device] else (None,):
+            expected = run(prompt, scale=0.1, path=path, sliding_window=window)
+            for start, end in ((0, 37), (37, 38), (38, 149), (149, 150)):
+                pieces = [(0, 5, 9), (start, end, end)]  # rows and keys of two requests over the same blocks
+                batch = replace(
+                    prompt,
+                    query=torch.cat([prompt.query[first:last] for first, last, _ in pieces]),
+                    block_tables=prompt.block_tables.expand(2, -1).contiguous(),
+                    query_start_loc=torch.tensor([0, 5, 5 + end - start], dtype=torch.int32, device=device),
+                    seq_lens=torch.tensor([keys for _, _, keys in pieces], dtype=torch.int32, device=device),
+                )
+                for whole, part in zip(expected, run(batch, scale=0.1, path=path, sliding_window=window), strict=True):
+                    assert torch.equal(part[5:], whole[start:end]), f"path {path}, rows {start} to {end}"
 
 
 @pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn])

@@ -99,7 +99,7 @@ def test_attention_over_quantised_caches_equals_the_oracle(device: str, data: st
         lengths,
         num_kv_heads=draw(st.integers(1, 3)),
         group=draw(st.sampled_from((1, 3, 4, 8))),
-        head_size=draw(st.sampled_from((46, 64, 80, 128, 256))),
+        head_size=draw(st.sampled_from((46, 64, 80, 96, 128, 192, 256))),
         block_size=draw(st.sampled_from((1, 16, 32))),
         dtype=draw(st.sampled_from(DTYPES[device])),
         cache_dtype=draw(st.sampled_from(QUANTIZED_CACHE_DTYPES)),

@@ -50,6 +50,9 @@ def arguments(name: str, device: str) -> tuple[object, ...]:
             None,
             None,
         )
+    if name == "skinny_gemm":
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        return *(randn(*shape).to(dtype) for shape in ((3, 16), (8, 16), (8,), (3, 4))), True, False
     if name in ("quantized_matmul", "dequantize_weight"):
         w = kernels.pack_weight(
             torch.zeros(40, 64, dtype=torch.uint8, device=device), torch.ones(2, 40, device=device), kind="int4"
@@ -82,9 +85,9 @@ def arguments(name: str, device: str) -> tuple[object, ...]:
 
 
 ROWWISE = ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding", "rotary_and_cache"]
-PACKED = ["quantized_matmul", "dequantize_weight"]
+PRODUCTS = ["skinny_gemm", "quantized_matmul", "dequantize_weight"]
 CACHE = ["reshape_and_cache", "gather_cache", "copy_blocks", "swap_blocks"]
-NAMES = [*ROWWISE, *PACKED, *CACHE, "merge_attention_states", "sample", "paged_attention"]
+NAMES = [*ROWWISE, *PRODUCTS, *CACHE, "merge_attention_states", "sample", "paged_attention"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,8 +17,10 @@ from research_engine.kernels.jit.nvrtc import CompilationError
 CSRC = Path(__file__).resolve().parents[3] / "csrc"
 
 FORMAT = 1  # of the files in the cache, and of how sources are wrapped
-_STANDARD = ("algorithm", "cstddef", "cstdint", "cstring", "numeric", "stddef.h", "stdexcept", "stdint.h", "stdlib.h",
-             "string", "type_traits")  # fmt: skip
+_STANDARD = (
+    "algorithm", "atomic", "cstddef", "cstdint", "cstdlib", "cstring", "map", "numeric", "stddef.h", "stdexcept",
+    "stdint.h", "stdlib.h", "string", "tuple", "type_traits",
+)  # fmt: skip
 # A constant's value is read out of the name of this kernel, in which the compiler writes it: no GPU has to be asked.
 _REPORT = "\ntemplate <long long kValue> __global__ void research_engine_jit_constant() {}\n"
 _USED = re.compile(r"Used (\d+) registers")

@@ -197,29 +197,30 @@ def compile_variant(
     if variant.base == "prefill" and arch != "sm_90a":
         raise ValueError(f"{variant.path}: {arch}; the prefill kernel's instructions are those of sm_90a")
     kind = _TYPES[cache_dtype]
-    space = "research_engine::cuda::"
+    core = "research_engine::cuda::"
     if variant.base == "decode":
-        space += "decode::"
-        arguments = f"{kind}, {head_size}, {8 if group_size <= 8 else 16}"
+        space = f"{core}decode::"
+        arguments = f"{kind}, {head_size}, {16 if group_size > 8 and head_size <= 128 else 8}"
         kernel, shape = f"{space}decode_mma_kernel<{arguments}>", f"{space}MmaShape<{arguments}>"
         constants = {
             "threads": f"{space}kThreads",
             "shared_bytes": f"{shape}::kSharedBytes",
             "blocks_per_sm": f"{shape}::kBlocksPerSm",
             "keys": f"{space}kStep",
-            "parameter_bytes": "sizeof(research_engine::cuda::AttentionParams)",
+            "parameter_bytes": f"sizeof({core}AfterPredecessor<{core}AttentionParams>)",
             "stages": f"{shape}::kStages",
         }
     else:
         size = -(-head_size // 64) * 64
-        kernel = f"{space}prefill_wgmma_kernel<{kind}, {size}, {str(scored).lower()}>"
-        shape = f"{space}prefill::WgmmaShape<{size}>"
+        space = f"{core}prefill::"
+        kernel = f"{core}prefill_wgmma_kernel<{kind}, {size}, {str(scored).lower()}>"
+        shape = f"{space}WgmmaShape<{size}>"
         constants = {
             "threads": f"{shape}::kThreads",
-            "shared_bytes": f"{space}prefill::shared_bytes<{size}>()",
+            "shared_bytes": f"{space}shared_bytes<{size}>()",
             "blocks_per_sm": "1",
             "keys": f"{shape}::kKeys",
-            "parameter_bytes": f"sizeof({space}prefill::PrefillParams)",
+            "parameter_bytes": f"sizeof({space}PrefillParams)",
             "slots": f"{shape}::kSlots",
         }
     source = CSRC / "cuda" / FAMILIES[variant.base].source if variant.source is None else Path(variant.source)

@@ -73,7 +73,7 @@ def test_the_kernels_own_source_compiles_with_other_numbers() -> None:
 def test_a_changed_copy_of_the_file_takes_the_kernels_place(tmp_path: Path) -> None:
     original = compilation.CSRC / "cuda" / variants.FAMILIES["decode"].source
     copy = tmp_path / "my_decode.cuh"
-    copy.write_text(original.read_text().replace("kD < 128 ? 4 : 2", "kD < 128 ? 3 : 2"))
+    copy.write_text(f"#define RESEARCH_ENGINE_DECODE_STAGES 3\n{original.read_text()}")
     made = jit.compile_variant(
         jit.parse_path(f"decode[source={copy}]"),
         cache_dtype=torch.float16,
