@@ -63,7 +63,7 @@ struct SkinnyGemm {
   TensorView bias;       // [N], or none
   TensorView out;        // [T, N], gated: [T, N / 2]; of x's dtype or f32
   bool gated = false;    // out = silu(first half of the columns) * second half
-  bool overlap = false;  // CUDA: may begin before the kernel ahead of it ends, which then must not write weight
+  bool overlap = false;  // CUDA: may begin before kernels ahead of it end; none of them may write weight
 };
 
 struct QuantizedMatmul {

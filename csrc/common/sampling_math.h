@@ -36,17 +36,21 @@ RESEARCH_ENGINE_BOTH uint32_t cost_of(float distance, float scale) {
   return cost < static_cast<float>(kCostEnd) ? static_cast<uint32_t>(cost) : kNoCost;
 }
 
-// 2^(24 - fraction of the cost's octave), from 2^23 + 1 to 2^24, to 1.6e-7. It never rises with the cost, which was tried for all
-// 2^24 fractions and needs the last bit left out.
-RESEARCH_ENGINE_BOTH uint32_t mantissa_of(uint32_t cost) {
-  const float f = static_cast<float>(cost & 0xfffffeu) * 5.9604644775390625e-08f;  // 2^-24, exact
+// 2^-f for f in [0, 1), to 1.6e-7; more than a half, up to 1.
+RESEARCH_ENGINE_BOTH float mantissa_polynomial(float f) {
   float p = fmaf(0.00010902315989369527f, f, -0.0012747481232509017f);
   p = fmaf(p, f, 0.009579179808497429f);
   p = fmaf(p, f, -0.05549075827002525f);
   p = fmaf(p, f, 0.24022436141967773f);
   p = fmaf(p, f, -0.6931470632553101f);
-  p = fmaf(p, f, 1.0f);
-  return static_cast<uint32_t>(p * 16777216.0f);  // exact: p has 24 bits
+  return fmaf(p, f, 1.0f);
+}
+
+// 2^(24 - fraction of the cost's octave), from 2^23 + 1 to 2^24. It never rises with the cost, which was tried for all 2^24
+// fractions and needs the last bit left out.
+RESEARCH_ENGINE_BOTH uint32_t mantissa_of(uint32_t cost) {
+  const float f = static_cast<float>(cost & 0xfffffeu) * 5.9604644775390625e-08f;  // 2^-24, exact
+  return static_cast<uint32_t>(mantissa_polynomial(f) * 16777216.0f);              // exact: it has 24 bits
 }
 
 RESEARCH_ENGINE_BOTH uint64_t weight_of(uint32_t cost) {  // cost < kCostEnd

@@ -46,6 +46,13 @@ __device__ __forceinline__ void store_remote(uint32_t address, int rank, float2 
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(remote), "f"(value.x), "f"(value.y) : "memory");
 }
+// The place in the shared memory of the cluster's block `rank` where this block has `*mine`. That block has to run: from the
+// cluster's first barrier until it leaves its last one.
+template <typename T> __device__ __forceinline__ T* cluster_peer(T* mine, int rank) {
+  uint64_t address;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(mine), "r"(rank));
+  return reinterpret_cast<T*>(address);
+}
 
 #else  // a cluster is one block
 
@@ -63,6 +70,7 @@ __device__ __forceinline__ int cluster_rank() { return 0; }
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void store_remote(uint32_t, int, float2) {}
+template <typename T> __device__ __forceinline__ T* cluster_peer(T* mine, int) { return mine; }
 
 #endif
 

@@ -58,7 +58,7 @@ struct AttentionParams {
   int64_t num_counters;   // of its workspace
   int64_t table_entries;  // of block_tables, with the gaps between its rows
   int cluster;            // thread blocks that may share a row's keys of one head group; 0: cut by load alone
-  int kv_policy, line_slack;
+  int kv_policy, cluster_slack, most_cluster;
 };
 
 // One row: a query token of a request.

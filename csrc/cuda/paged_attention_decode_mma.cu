@@ -75,7 +75,8 @@ void launch_decode_mma(const PagedAttention& args, AttentionParams params, Strea
     return value != nullptr ? std::atoi(value) : otherwise;
   };
   params.kv_policy = option("RESEARCH_ENGINE_DECODE_POLICY", 1);
-  params.line_slack = option("RESEARCH_ENGINE_DECODE_SLACK", 4);
+  params.cluster_slack = option("RESEARCH_ENGINE_DECODE_SLACK", 4);
+  params.most_cluster = option("RESEARCH_ENGINE_DECODE_CLUSTER", kMostCluster);
   if (!option("RESEARCH_ENGINE_DECODE_PREFETCH", 1)) params.table_entries = INT64_MAX;
   const bool cut_by_load = sizes.unit_keys == step_keys(args) && args.split_size == 0;
   params.split_size = cut_by_load ? 0 : static_cast<int>(std::min<int64_t>(sizes.unit_keys, INT32_MAX / 2));

@@ -2,7 +2,7 @@
 // a row.
 //
 // Computes   out[h] = softmax(scale q[h] K^T) V for the G query heads of a KV head at once: they are the columns of one
-//            matrix tile, so K and V are read once for all of them (G > 16: once per 16 heads).
+//            matrix tile, so K and V are read once for all of them (once per 16 heads, per 8 where D > 128).
 // Work       The keys of every (row, head group) are cut into units of 64 (or of split_size). All units of the batch, in a
 //            line, are dealt out in equal runs to the thread blocks, two to a multiprocessor: no tail, whatever the lengths.
 //            Every block finds its run by itself from seq_lens, so nothing is planned on the host and a captured graph may be
@@ -12,30 +12,29 @@
 //              blocks  | block 0    | block 1    | block 2    | block 3    | ...
 //              pieces  | a          | b      | c  | d         | ...       b and c end in the same block
 //
+//            Small batches, whose (row, head group)s are fewer than the blocks, have a second way: a cluster of up to 16 blocks
+//            for each, which share its units. The blocks take it when the rows are even enough, which they all find alike.
 // Warp       A warp takes 16 of every 64 keys, through a ring of shared-memory stages of its own, filled by asynchronous
-//            copies up to kStages - 1 steps ahead, across the borders of pieces: the loop has no block-wide barrier.
-//              S^T = K Q^T    [16 keys x 8 heads], D/16 products per 8 heads. A thread reads 16 bytes of a key row, which is
-//                             two k-steps of the product when Q uses the same order of D.
-//              P = exp2(S - max), online maximum and sum per head, float32
-//              O^T += V^T P^T [D x 8 heads], D/16 products. A thread reads 16 bytes of four value rows and pairs the rows by
-//                             byte permutation, so that V needs no transposing load; P^T is turned in registers.
-//            Quantised elements are widened to float16 on the way from shared memory; the scale of a head's keys is a
-//            factor of its scores, that of its values a factor of the result.
-//            Heads are the short side of the products (8), so that G <= 8 wastes least.
+//            copies up to kStages - 1 steps ahead, across the borders of pieces: the loop has no block-wide barrier. What it does
+//            with them is in paged_attention_decode_tile.cuh.
 // Merge      At a piece's end the four warps add up in shared memory in fixed order. A piece that is its row's whole is
 //            finished there; otherwise it leaves a float32 partial, and the block that arrives last for the row, by a counter,
 //            adds the partials in the order of their keys. The counter is zero again afterwards.
+//            In a cluster every block adds up some of the columns, out of the shared memory of all: one barrier in place of
+//            a write, a fence, a counter and two reads of the L2 cache, one after the other.
 // Determinism  The result depends on how the line is cut, so on the batch. With a fixed split_size every unit is a piece, cut
-//            at multiples of split_size: a row's bits depend on its own keys alone.
+//            at multiples of split_size, without clusters: a row's bits depend on its own keys alone.
 // Workspace  float32: [counters of blocks, as int32][with split_size: counters of rows and groups][slots][heads of a group, at most 16][2 + D]
 //            (maximum in base 2, sum, then the values). The first 1,024 have to be zero at the first call
 //            and are zero after each.
 // Versions   1 keys in equal runs, heads as the 16 rows of the product, 3 stages: 549 us at 128 x 4,096. 2 one pass to merge: 547,
 //            and 15.0 us instead of 32 at 1 x 1,024. 3 heads as the 8 columns: 529. 4 L2 prefetch of 128 bytes: 524. 5 two
-//            stages: 503, the memory system had been over-full. 6 quantised caches (not measured yet).
+//            stages: 503, the memory system had been over-full. 6 quantised caches (not measured yet). 7 clusters for small batches,
+//            keys and values first out of the L2 cache, tables prefetched (not measured yet); 8 heads a tile above D = 128,
+//            where 16 spilled 860 bytes.
 // Roofline   2 x keys x Hkv x D elements of 2 bytes, or of 1; the products are 13 % of the tensor rate when memory is saturated (G <= 16).
-// Reached    one H200, bf16, blocks of 16 (docs/performance.md): 4.28 TB/s at 128 x 4,096 tokens with 32/8 heads of 128, 4.44
-//            with 32/32; 14.1 us at 1 x 1,024, 5.0 of them an empty launch's. Geometric mean over 16 configurations 0.98 of
+// Reached    one H200, bf16, blocks of 16, version 5 (docs/performance.md): 4.28 TB/s at 128 x 4,096 tokens with 32/8 heads of 128,
+//            4.44 with 32/32; 14.1 us at 1 x 1,024, 5.0 of them an empty launch's. Geometric mean over 16 configurations 0.98 of
 //            FlashInfer 0.6.11, from 0.93 to 1.09.
 #pragma once
 
@@ -94,8 +93,8 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeTile<C, kD, k
       use.key += kStep;
       fresh = use.key >= use.key_end;
       if (fresh) {
-        if (plan.by_line) {
-          end_line(use);
+        if (plan.by_cluster) {
+          end_in_cluster(use);
           break;
         }
         end_piece(use, plan);
@@ -297,9 +296,9 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeTile<C, kD, k
     __syncthreads();
   }
 
-  // Ends a line that one cluster shares: every warp leaves its sums in shared memory, and every block of the cluster adds up a
+  // Ends a (row, head group) that one cluster shares: every warp leaves its sums in shared memory, and every block of the cluster adds up a
   // part of the result's columns out of all of them. A team of as many lanes as blocks takes four neighbouring columns of a head.
-  __device__ __forceinline__ void end_line(const Cursor& c) {
+  __device__ __forceinline__ void end_in_cluster(const Cursor& c) {
     static_assert(kWarps * kRows * Shape::kSumStride * 4 <= Shape::kStages * Shape::kStageBytes, "the sums take the ring's place");
     const int size = p_.cluster, rank = blockIdx.x % size;
     __syncthreads();
@@ -476,8 +475,8 @@ using DecodeKernel = void (*)(AfterPredecessor<AttentionParams>);
 template <typename Clusters>
 void launch_in_clusters(DecodeKernel kernel, LaunchShape shape, AttentionParams p, const Clusters& clusters, Stream stream) {
   const int64_t lines = p.num_rows * head_groups(p.num_kv_heads, p.group_size, p.head_size), blocks = shape.blocks;
-  p.cluster = p.split_size == 0 && lines <= blocks ? 1 : 0;
-  for (int size = kMostCluster; size > 1 && p.cluster == 1; size /= 2) {
+  p.cluster = p.split_size == 0 && lines <= blocks && p.cluster_slack >= 0 ? 1 : 0;
+  for (int size = p.most_cluster; size > 1 && p.cluster == 1; size /= 2) {
     if (lines * size > blocks) continue;
     const int64_t most = std::min<int64_t>(clusters(size), blocks / size);
     if (lines > most) continue;

@@ -2,7 +2,8 @@
 //
 // The keys of every (row, head group) are cut into units; all units of the batch lie in a line, rows outside, groups inside.
 // Block b of n takes the units [begin_of(b), begin_of(b + 1)): equal runs, but for one unit. A run is a sequence of pieces, each
-// inside one (row, group).
+// inside one (row, group). Or each (row, group) has a cluster of blocks, which share its units: so when the host has launched
+// enough of them and the longest row does not hold them up for long.
 #pragma once
 
 #include <algorithm>
@@ -62,7 +63,7 @@ struct Cursor {
 struct Plan {
   int num_rows, num_groups, unit_keys;
   bool fixed;      // every unit is a piece
-  bool by_line;    // every (row, group) belongs to one cluster, of p.cluster blocks, and to no other
+  bool by_cluster;    // every (row, group) belongs to one cluster, of p.cluster blocks, and to no other
   int num_blocks;   // that take part
   int share, more;  // units of a block; the first `more` blocks have one more
   int begin, end;   // this block's run
@@ -108,11 +109,11 @@ __device__ inline bool next_piece(Cursor& c, const Plan& plan, const AttentionPa
 
 // The block's share when every (row, group) has a cluster. Returns false for those without keys and for clusters to spare; a block
 // that gets no unit has a piece without keys, for it has its part in adding up.
-__device__ inline bool take_line(const AttentionParams& p, const Plan& plan, Cursor& c) {
-  const int line = blockIdx.x / p.cluster, rank = blockIdx.x % p.cluster;
-  c.index = line / plan.num_groups;
+__device__ inline bool find_cluster_share(const AttentionParams& p, const Plan& plan, Cursor& c) {
+  const int cluster = blockIdx.x / p.cluster, rank = blockIdx.x % p.cluster;
+  c.index = cluster / plan.num_groups;
   if (c.index >= plan.num_rows) return false;
-  c.group = line % plan.num_groups;
+  c.group = cluster % plan.num_groups;
   c.row = grid_row(p, c.index);
   c.num_units = units_of(c.row, plan.unit_keys);
   if (c.num_units == 0) return false;
@@ -162,9 +163,9 @@ __device__ inline bool find_share(const AttentionParams& p, Plan& plan, Cursor& 
     longest = max(longest, scratch[kWarps + w]);
   }
   plan.num_blocks = min(static_cast<int>(gridDim.x), total);
-  plan.by_line = p.cluster > 0 && total > 0 &&
-                 (longest + p.cluster - 1) / p.cluster <= total / plan.num_blocks + p.line_slack;
-  if (plan.by_line) return take_line(p, plan, c);
+  plan.by_cluster = p.cluster > 0 && total > 0 &&
+                 (longest + p.cluster - 1) / p.cluster <= total / plan.num_blocks + p.cluster_slack;
+  if (plan.by_cluster) return find_cluster_share(p, plan, c);
   const int block = blockIdx.x;
   if (block >= plan.num_blocks) return false;
   plan.share = total / plan.num_blocks;

@@ -20,7 +20,7 @@
 //            round by shuffles: any block size, one division a key.
 // Quantised  Rows of bytes are copied to a buffer of their own a step ahead; every thread widens the 16 bytes that it copied
 //            itself to float16, into the same K and V tiles. The products see no difference; the key's scale is a factor of the
-//            scores, the value's of the result.
+//            scores, the value's of the result. Queries become float16 as well, and end at 65,504.
 // Masks      Only steps that cross a row's first or last key are masked. Rows of K and V that nobody sees are zeros in shared
 //            memory: what unused slots hold, NaN included, has no effect. A warp sits out the steps that its rows see nothing of.
 // Determinism  Steps start at multiples of 64 (32) keys from key 0, in order; a step of which a row sees nothing multiplies by one
@@ -58,9 +58,9 @@ template <typename C, int kD> struct MmaTiles {
   static constexpr int kQueryBytes = kRows * kRowBytes, kTileBytes = kKeys * kRowBytes;
   static constexpr int kInChunk = 16 / static_cast<int>(sizeof(C));
   static constexpr int kCacheChunks = kD / kInChunk;  // in a row of the cache
-  static constexpr int kAtOnce = kCacheChunks > 16 ? 1 : kCacheChunks > 8 ? 2 : kCacheChunks > 4 ? 4 : 8;  // rows that a warp copies
-  static constexpr int kCopiers = kAtOnce * kCacheChunks;                                                  // lanes at work
-  static constexpr int kCopies = kWarpKeys / kAtOnce;                                                      // of a lane, for a tile
+  // A warp copies kAtOnce rows of its share of a tile at once, by kCopiers lanes, kCopies times.
+  static constexpr int kAtOnce = kCacheChunks > 16 ? 1 : kCacheChunks > 8 ? 2 : kCacheChunks > 4 ? 4 : 8;
+  static constexpr int kCopiers = kAtOnce * kCacheChunks, kCopies = kWarpKeys / kAtOnce;
   static constexpr int kRawBytes = sizeof(C) == 1 ? kKeys * kD : 0;
   static constexpr int kSharedBytes = kQueryBytes + 2 * (kTileBytes + kRawBytes);
   static constexpr int kBlocksPerSm = 2;  // by registers

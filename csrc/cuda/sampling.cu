@@ -1,12 +1,20 @@
-// sample: the launch of the kernel in sampling.cuh, and the memory it needs.
+// sample: the launch of the kernel in sampling.cuh: blocks of a row, and memory.
 #include "sampling.cuh"
 
 namespace research_engine::cuda {
 namespace {
 
-template <typename T> __global__ void __launch_bounds__(kThreads, 1) sampling_kernel(const __grid_constant__ SamplingParams p) {
+constexpr int kBlocksAnSm = 2;
+
+template <typename T, bool kChanges>
+__global__ void __launch_bounds__(kThreads, kBlocksAnSm) sampling_kernel(const __grid_constant__ AfterPredecessor<SamplingParams> after) {
+  const SamplingParams& p = after.wait();
   extern __shared__ __align__(128) char shared[];
-  for (int row = blockIdx.x; row < p.num_rows; row += gridDim.x) Row<T>(p, shared, row).run();
+  const int clusters = gridDim.x / p.num_blocks;
+  for (int row = blockIdx.x / p.num_blocks; row < p.num_rows; row += clusters) {
+    Row<T, kChanges>(p, shared, row).run();
+    if (row + clusters < p.num_rows) __syncthreads();  // shared memory is the next row's
+  }
 }
 
 int device_attribute(cudaDeviceAttr attribute, int device) {
@@ -15,13 +23,26 @@ int device_attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
-int64_t thread_blocks(int64_t rows, int device) {
+// Rows at a time that have changes, each with a slice of the workspace.
+int64_t changed_rows(int64_t rows, int device) {
   return std::min<int64_t>(rows, device_attribute(cudaDevAttrMultiProcessorCount, device));
+}
+
+// Thread blocks of a row: as few as keep its part in shared memory, and more as long as all fit the GPU at a time and have a
+// vector a thread.
+int blocks_of(int64_t rows, int64_t steps, int64_t available, int device) {
+  const int64_t places = kBlocksAnSm * device_attribute(cudaDevAttrMultiProcessorCount, device);
+  int blocks = 1;
+  while (blocks < kMostBlocks && steps >= 2 * blocks * kWarps &&
+         (ceil_div(steps, blocks) * 512 > available || rows * blocks * 2 <= places)) {
+    blocks *= 2;
+  }
+  return blocks;
 }
 
 }  // namespace
 
-int64_t sample_workspace(int64_t rows, int64_t vocab_size, int device) { return thread_blocks(rows, device) * vocab_size; }
+int64_t sample_workspace(int64_t rows, int64_t vocab_size, int device) { return changed_rows(rows, device) * vocab_size; }
 
 void sample(const Sampling& args, Stream stream) {
   const int64_t rows = args.logits.shape[0], vocab_size = args.logits.shape[1];
@@ -29,9 +50,9 @@ void sample(const Sampling& args, Stream stream) {
   const int device = args.logits.device;
   const DeviceGuard guard(device, kOp);
   const bool edits = args.seen_tokens || args.bias_tokens;
-  const int64_t blocks = thread_blocks(rows, device);
-  if (edits && (!args.workspace || args.workspace.numel() < blocks * vocab_size)) {
-    throw std::invalid_argument("sample: penalties and biases need a workspace of " + std::to_string(blocks * vocab_size) +
+  const int64_t clusters = edits ? changed_rows(rows, device) : rows;
+  if (edits && (!args.workspace || args.workspace.numel() < clusters * vocab_size)) {
+    throw std::invalid_argument("sample: penalties and biases need a workspace of " + std::to_string(clusters * vocab_size) +
                                 " float32, got " + std::to_string(args.workspace ? args.workspace.numel() : 0));
   }
   SamplingParams p{};
@@ -79,16 +100,28 @@ void sample(const Sampling& args, Stream stream) {
 
   dispatch_float(args.logits.dtype, kOp, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    p.num_steps = static_cast<int>(ceil_div(vocab_size, 32 * kWidth<T>));
-    p.warp_steps = static_cast<int>(ceil_div(p.num_steps, kWarps));
-    const int64_t bitmap = edits ? ceil_div(vocab_size, 128) * 16 : 0, fixed = (sizeof(Shared) + 15) / 16 * 16 + bitmap;
-    const int64_t available = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) - fixed;
-    if (available < 0) {
-      throw std::invalid_argument("sample: penalties and biases over a vocabulary of " + std::to_string(vocab_size) +
-                                  " need a bit a token in shared memory, which this GPU has too little of");
+    const auto launch_kernel = [&](auto kernel) {
+      p.num_steps = static_cast<int>(ceil_div(vocab_size, 32 * kWidth<T>));
+      // A multiprocessor's shared memory is that of its blocks, of each of which the system takes 1 KiB.
+      const int64_t memory = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) / kBlocksAnSm - 1024;
+      const int64_t fixed = (sizeof(Shared) + 15) / 16 * 16;
+      p.num_blocks = runs_sm90_code(kOp, reinterpret_cast<const void*>(kernel)) ? blocks_of(clusters, p.num_steps, memory - fixed, device) : 1;
+      p.block_steps = static_cast<int>(ceil_div(p.num_steps, p.num_blocks));
+      p.warp_steps = static_cast<int>(ceil_div(p.block_steps, kWarps));
+      const int64_t bitmap = edits ? int64_t{4} * p.block_steps * kWidth<T> : 0, available = memory - fixed - bitmap;
+      if (fixed + bitmap > device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
+        throw std::invalid_argument("sample: penalties and biases over a vocabulary of " + std::to_string(vocab_size) +
+                                    " need a bit a token in shared memory, which this GPU has too little of");
+      }
+      p.cached_steps = static_cast<int>(std::min<int64_t>(p.warp_steps, std::max<int64_t>(available, 0) / (kWarps * 512)));
+      const int64_t shared_bytes = fixed + bitmap + int64_t{kWarps} * p.cached_steps * 512;
+      launch_after(kOp, kernel, {clusters * p.num_blocks, kThreads, shared_bytes, p.num_blocks}, stream, p);
+    };
+    if (edits || args.allowed_tokens) {
+      launch_kernel(sampling_kernel<T, true>);
+    } else {
+      launch_kernel(sampling_kernel<T, false>);
     }
-    p.cached_steps = static_cast<int>(std::min<int64_t>(p.warp_steps, available / (kWarps * 32 * 16)));
-    launch(kOp, sampling_kernel<T>, blocks, kThreads, fixed + int64_t{kWarps} * p.cached_steps * 32 * 16, stream, p);
   });
 }
 

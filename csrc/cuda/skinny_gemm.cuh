@@ -15,7 +15,7 @@
 //            4. At the end of a tile the warps' sums are added in their order, then those of the cluster's blocks in theirs, in
 //               the block whose turn it is; the cluster's barrier is awaited a tile later. The order is that of K and N alone: a
 //               row's bits do not depend on the other rows, nor on how many there are.
-//            5. Launched with overlap, the ring is filled before the kernel ahead has ended: W does not depend on it.
+//            5. Launched with overlap, the ring is filled while kernels ahead still run: W, a constant, does not depend on them.
 // Roofline   memory: N K 2 bytes; x is read once a block, through L2.
 // Reached    not measured yet.
 #pragma once

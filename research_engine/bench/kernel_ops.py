@@ -119,7 +119,7 @@ def _blocks_bytes(sizes: Sizes, element_size: int) -> int:
     return 2 * sizes["P"] * sizes["layers"] * sizes["Hkv"] * sizes["block"] * sizes["D"] * element_size
 
 
-SAMPLING_PATHS = ("greedy", "plain", "top_k_top_p", "top_p", "all")
+SAMPLING_PATHS = ("greedy", "plain", "top_k", "top_p", "top_k_top_p", "min_p", "all")
 
 
 def swap_work(sizes: Sizes, element_size: int, path: str) -> Work:
@@ -205,6 +205,16 @@ OPS: dict[str, Op] = {
         has_product=True,
         variant_path="prefill",
     ),
+    "prefill_float8": Op(
+        "BxqxL:Hq/Hkv/D:block",
+        _PREFILL_SHAPES,
+        ("1x32x128:32/8/128:16",),
+        float8_attention_work,
+        problems.make_float8_attention,
+        tuple(PATHS),
+        CPU_PATHS,
+        has_product=True,
+    ),
     "rms_norm": Op(
         "TxH",
         ("256x4096", "8192x4096"),
@@ -280,7 +290,7 @@ OPS: dict[str, Op] = {
     ),
     "sample": Op(
         "SxV",
-        ("1x131072", "32x131072", "256x131072"),
+        ("1x131072", "64x131072", "256x49152", "256x131072"),
         ("16x49152",),
         lambda s, e, path: Work(s["S"] * s["V"] * e, 10 * s["S"] * s["V"], "read"),
         problems.make_sample,

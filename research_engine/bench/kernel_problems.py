@@ -462,10 +462,12 @@ def make_sample(sizes: Sizes, setting: Setting) -> Problem:
         "seeds": torch.arange(rows, device=device),
         "positions": torch.arange(rows, device=device),
     }
-    if path in ("top_k_top_p", "all"):
+    if path in ("top_k", "top_k_top_p", "all"):
         arguments["top_k"] = full(50, torch.int32)
     if path in ("top_k_top_p", "top_p", "all"):
         arguments["top_p"] = full(0.9)
+    if path == "min_p":
+        arguments["min_p"] = full(0.05)
     if path == "all":
         seen = torch.arange(500, dtype=torch.int32, device=device).expand(rows, -1).contiguous()
         arguments |= {
@@ -511,14 +513,20 @@ def make_sample(sizes: Sizes, setting: Setting) -> Problem:
         x = logits.float()
         if path == "greedy":
             return (x.argmax(-1),)
-        if path in ("top_k_top_p", "top_p", "all"):
+        if path == "top_k":
+            likeliest, ids = torch.topk(x / 0.8, min(50, vocab_size))
+            return (ids.gather(1, torch.multinomial(torch.softmax(likeliest, dim=-1), 1))[:, 0],)
+        if path in ("top_k_top_p", "top_p"):
             ordered, ids = torch.sort(x / 0.8, descending=True)
             if path != "top_p":
                 ordered[:, 50:] = -torch.inf
             weights = torch.softmax(ordered, dim=-1)
             weights[weights.cumsum(-1) - weights > 0.9] = 0
             return (ids.gather(1, torch.multinomial(weights, 1))[:, 0],)
-        return (torch.multinomial(torch.softmax(x / 0.8, dim=-1), 1)[:, 0],)
+        weights = torch.softmax(x / 0.8, dim=-1)
+        if path == "min_p":
+            weights[weights < 0.05 * weights.amax(-1, keepdim=True)] = 0
+        return (torch.multinomial(weights, 1)[:, 0],)
 
     return Problem(
         run,

@@ -33,8 +33,8 @@ def skinny_gemm(
         gated: the result is `silu(y[:, :I]) * y[:, I:]` of the product `y [T, 2I]`, as of `silu_and_mul`.
         out: `[T, N]`, gated `[T, I]`, rows contiguous at any stride, of x's dtype or float32; made when None.
         out_dtype: of the result when `out` is None; x's when None.
-        overlap: CUDA (sm_90 on): the kernel may begin to read `weight` before the kernel ahead of it in the stream has
-            ended, which hides the launch. Only where that kernel does not write `weight`. Results are the same.
+        overlap: CUDA (sm_90 on): the kernel may begin to read `weight` before kernels ahead of it in the stream have
+            ended, which hides the launch. Only for a weight that none of them writes: a constant. Results are the same.
 
     Returns:
         `out`.

@@ -22,6 +22,7 @@ SMALL = {
     "decode": "3x37:4/2/16:8",
     "decode_float8": "3x37:4/2/16:8",
     "prefill": "2x5x21:4/2/16:8",
+    "prefill_float8": "2x5x21:4/2/16:8",
     "rms_norm": "70x32",
     "fused_add_rms_norm": "70x32",
     "silu_and_mul": "70x24",
@@ -73,14 +74,14 @@ def test_ours_and_torch_are_right_and_timed(op, dtype, device):
     for measurement in (ours, *peers):
         assert (measurement.status, measurement.note) == ("ok", "")
         assert len(measurement.seconds) == 2 and min(measurement.seconds) > 0
-    names = [] if op == "decode_float8" else ["torch"]  # torch's attention takes no float8
+    names = [] if op in ("decode_float8", "prefill_float8") else ["torch"]  # torch's attention takes no float8
     assert [ours.implementation, *(peer.implementation for peer in peers)] == [OURS, *names]
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_kernel_that_does_nothing_is_not_timed(op, monkeypatch):
-    names = {"decode": "paged_attention", "decode_float8": "paged_attention", "prefill": "paged_attention"}
-    name = "quantized_matmul" if "a16" in op else names.get(op, op)
+    attention = op.startswith(("decode", "prefill"))
+    name = "quantized_matmul" if "a16" in op else "paged_attention" if attention else op
     monkeypatch.setattr(kernels, name, lambda *args, **kwargs: None)
     monkeypatch.setattr(CpuTimer, "measure", lambda *args: pytest.fail("a wrong kernel was timed"))
     (measurement,) = measure(op)

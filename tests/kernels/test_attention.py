@@ -194,6 +194,21 @@ def test_k20_same_call_gives_the_same_bits(device: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, run(batch, scale=0.125), strict=True))
 
 
+@pytest.mark.parametrize("group", [1, 4, 16])
+@pytest.mark.parametrize(
+    "lengths",
+    [[1], [1000], [64, 64], [700, 650, 690], [1, 0, 3], [1500, 2, 0, 90], [520] * 17],
+    ids=["one key", "one long", "two units", "even", "tiny", "uneven", "many"],
+)
+def test_small_batches_of_single_queries(device: str, lengths: list[int], group: int) -> None:
+    """Few rows are shared by clusters of thread blocks when they are even, and cut by load when they are not."""
+    batch = make_batch(
+        [(1, length) for length in lengths], group=group, head_size=128, dtype=torch.bfloat16, device=device
+    )
+    first, second = (check(batch, path="decode") for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 @property_test
 @given(neighbours=requests(), split_size=st.sampled_from((16, 64)), q_len=st.sampled_from((1, 2, 33)))
 def test_k20_fixed_splits_make_a_row_independent_of_its_batch(

@@ -1,0 +1,119 @@
+// The weights of common/sampling_math.h without conversions between integers and floats, and the largest of many logits.
+//
+// Costs are floats c in 2^-24 octaves. Added to 2^47, whose last bit is an octave, c rounded towards zero leaves the octave in the
+// sum's last bits; the rest, added to 2^24, leaves the fraction's even part: the f of mantissa_of. Its result p is in (0.5, 1], so
+// that its bits are its 24-bit mantissa but for a constant. 21 instructions a logit, of which the conversion from 16 bits is one.
+#pragma once
+
+#include "../common/cuda_dtype.h"
+#include "../common/sampling_math.h"
+
+namespace research_engine::cuda {
+namespace {
+
+class Weigher {
+ public:
+  // `scale` is finite. What costs more than `bound` weighs nothing.
+  __device__ __forceinline__ Weigher(float top, float scale, uint32_t bound) : top_(top), scale_(scale) {
+    end_ = __uint2float_ru(bound + 1);  // a float is below it as it is below bound + 1
+  }
+
+  // sampling::weight_of(sampling::cost_of(top - x, scale)), or 0.
+  __device__ __forceinline__ uint64_t operator()(float x) const {
+    constexpr int kShift = 23;
+    constexpr float kOctaves = 140737488355328.0f + kShift * 16777216.0f;
+    const float cost = __fmul_rn(top_ - x, scale_);
+    const float octaves = __fadd_rz(cost, kOctaves);
+    const float rest = __fadd_rz(cost - (octaves - kOctaves), 16777216.0f);
+    const float f = fmaf(rest, 5.9604644775390625e-08f, -1.0f);
+    const uint32_t mantissa = if_less(cost, end_, (__float_as_uint(sampling::mantissa_polynomial(f)) - 0x3e800000u) << 7);
+    return (static_cast<uint64_t>(mantissa) << 32) >> (__float_as_uint(octaves) & 63);
+  }
+
+ private:
+  // a < b ? value : 0, never by a branch, which would part the logits of a vector.
+  __device__ __forceinline__ static uint32_t if_less(float a, float b, uint32_t value) {
+#ifdef __CUDA_ARCH__
+    uint32_t result;
+    asm("{\n.reg .pred less;\nsetp.lt.f32 less, %1, %2;\nselp.b32 %0, %3, 0, less;\n}" : "=r"(result) : "f"(a), "f"(b), "r"(value));
+    return result;
+#else
+    return a < b ? value : 0;
+#endif
+  }
+
+  float top_, scale_, end_;
+};
+
+// A vector's logits as float32: `unpack` with one instruction for each of two bfloat16.
+template <typename T> __device__ __forceinline__ void widen(const uint4& raw, float (&x)[kWidth<T>]) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[2 * i] = __uint_as_float(words[i] << 16);
+      x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    }
+  } else {
+    unpack<T>(raw, x);
+  }
+}
+
+// The larger, NaN where there is one.
+__device__ __forceinline__ float nan_max(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+#else
+  return a != a ? a : b != b ? b : a > b ? a : b;
+#endif
+}
+
+// The largest of the vectors added; NaN once there was one.
+template <typename T> class Largest {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+
+ public:
+  __device__ __forceinline__ Largest() {
+    for (Pair& pair : pairs_) pair.x = pair.y = from_float<T>(-INFINITY);
+  }
+  __device__ __forceinline__ void add(const uint4& raw) {
+    Pair pairs[4];
+    memcpy(pairs, &raw, sizeof(raw));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs_[i] = __hmax2_nan(pairs_[i], pairs[i]);
+  }
+  __device__ __forceinline__ float value() const {
+    const Pair pair = __hmax2_nan(__hmax2_nan(pairs_[0], pairs_[1]), __hmax2_nan(pairs_[2], pairs_[3]));
+    return nan_max(to_float(pair.x), to_float(pair.y));
+  }
+
+ private:
+  Pair pairs_[4];
+};
+template <> class Largest<float> {
+ public:
+  __device__ __forceinline__ void add(const uint4& raw) {
+    float x[4];
+    widen<float>(raw, x);
+    value_[0] = nan_max(nan_max(value_[0], x[0]), x[1]);
+    value_[1] = nan_max(nan_max(value_[1], x[2]), x[3]);
+  }
+  __device__ __forceinline__ float value() const { return nan_max(value_[0], value_[1]); }
+
+ private:
+  float value_[2] = {-INFINITY, -INFINITY};
+};
+
+// An integer that rises with x, above all others for NaN, and back.
+__device__ __forceinline__ int order_of(float x) {
+  const int bits = static_cast<int>(__float_as_uint(x));
+  return x != x ? INT32_MAX : bits < 0 ? bits ^ INT32_MAX : bits;
+}
+__device__ __forceinline__ float float_of(int order) {
+  return __uint_as_float(static_cast<uint32_t>(order < 0 ? order ^ INT32_MAX : order));
+}
+
+}  // namespace
+}  // namespace research_engine::cuda
