@@ -126,10 +126,21 @@ void require_one_device(std::initializer_list<Named> tensors) {
 }
 #endif
 
+// None, or (kernel, threads, shared bytes, blocks a multiprocessor, keys, bytes of parameters).
+KernelVariant kernel_variant(py::handle numbers) {
+  KernelVariant variant;
+  if (numbers.is_none()) return variant;
+  const auto given = numbers.cast<std::tuple<uintptr_t, int, int, int, int, int>>();
+  variant.kernel = reinterpret_cast<void*>(std::get<0>(given));
+  std::tie(std::ignore, variant.threads, variant.shared_bytes, variant.blocks_per_sm, variant.keys, variant.parameter_bytes) = given;
+  return variant;
+}
+
 void paged_attention(py::handle query, py::handle key_cache, py::handle value_cache, py::handle block_tables,
                      py::handle query_start_loc, py::handle seq_lens, py::handle out, py::handle lse, py::handle alibi_slopes,
                      py::handle sinks, py::handle key_scale, py::handle value_scale, py::handle workspace, float scale, bool causal, int64_t sliding_window, float softcap,
-                     int64_t max_query_len, int64_t max_seq_len, int path, int64_t split_size, uintptr_t stream_address) {
+                     int64_t max_query_len, int64_t max_seq_len, int path, int64_t split_size, py::handle variant,
+                     uintptr_t stream_address) {
   PagedAttention args;
   args.query = view(query);
   args.key_cache = view(key_cache);
@@ -157,6 +168,7 @@ void paged_attention(py::handle query, py::handle key_cache, py::handle value_ca
   args.max_seq_len = max_seq_len;
   args.path = path;
   args.split_size = split_size;
+  args.variant = kernel_variant(variant);
   RESEARCH_ENGINE_DISPATCH(args.query, check_attention_values(args); check_scales("key_scale", args.key_scale);
                            check_scales("value_scale", args.value_scale); cpu::paged_attention(args),
                            cuda::paged_attention(args, stream));
@@ -164,7 +176,7 @@ void paged_attention(py::handle query, py::handle key_cache, py::handle value_ca
 
 #ifdef RESEARCH_ENGINE_WITH_CUDA
 int64_t paged_attention_workspace(py::handle query, py::handle key_cache, py::handle block_tables, int path, int64_t split_size,
-                                  int64_t max_query_len, int64_t max_seq_len) {
+                                  int64_t max_query_len, int64_t max_seq_len, py::handle variant) {
   PagedAttention args;
   args.query = view(query);
   args.key_cache = args.value_cache = view(key_cache);
@@ -173,6 +185,7 @@ int64_t paged_attention_workspace(py::handle query, py::handle key_cache, py::ha
   args.seq_lens.shape[0] = args.block_tables.shape[0];
   args.path = path;
   args.split_size = split_size;
+  args.variant = kernel_variant(variant);
   args.max_query_len = max_query_len;
   args.max_seq_len = max_seq_len;
   return cuda::paged_attention_workspace(args);
@@ -390,6 +403,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("skinny_gemm_rows", &cuda::skinny_gemm_rows);
   m.def("quantized_matmul_workspace", [](int kind, int64_t tokens, int64_t columns, int64_t depth, int device) {
     return cuda::quantized_matmul_workspace(static_cast<QuantizedKind>(kind), tokens, columns, depth, device);
+  });
+  m.def("load_kernel", [](const std::string& code, const std::string& symbol) {
+    return reinterpret_cast<uintptr_t>(cuda::load_kernel(code, symbol));
   });
   m.def("cuda_device_count", &cuda::device_count);
   m.def("cuda_device_description", &cuda::device_description);

@@ -1,8 +1,10 @@
-"""What decides a trial of a kernel: the op, its shape, the path, where the work is split, and the dtype."""
+"""What decides a trial of a kernel: the op, its shape, the path or a variant, where the work is split, the dtype."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -18,6 +20,8 @@ class KernelSettings(Settings):
         sizes: of the shape, by the names of the op's form, such as B, L, Hq, Hkv, D and block of `decode`. Head counts
             and block size have defaults.
         path: a kernel of an op that has several.
+        variant: of the attention kernel on tensor cores, numbers by name (`stages`, `warps`, ...) and perhaps
+            `source`, a changed copy of its file: compiled at first use, GPU alone. Empty: the built kernel.
         split_size: keys that one work item of attention takes; None lets the kernel choose.
         dtype: of all tensors, the KV cache among them.
         device: auto takes CUDA where there is a GPU and the kernels were built for it.
@@ -27,6 +31,7 @@ class KernelSettings(Settings):
     op: str
     sizes: Mapping[str, int]
     path: str = "auto"
+    variant: Mapping[str, int | str] = Field(default_factory=dict)
     split_size: int | None = Field(default=None, ge=1)
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -56,9 +61,26 @@ class KernelSettings(Settings):
         paths = {*op.cpu_paths, *op.cuda_paths}
         if self.path not in paths:
             raise ValueError(f"path {self.path!r}; {nearest_first(self.path, paths)}")
+        if self.variant:
+            if op.variant_path is None:
+                having = ", ".join(name for name, other in OPS.items() if other.variant_path)
+                raise ValueError(f"variant: {self.op} has none; {having} have")
+            if self.path not in ("auto", op.variant_path):
+                raise ValueError(f"variant: path {self.path!r} has none; leave path out, or {op.variant_path!r}")
+            _ = self.kernel_path
         if self.split_size is not None and self.op not in ("decode", "prefill"):
             raise ValueError(f"split_size: {self.op} has nothing to split; it is for decode and prefill")
         return self
+
+    @property
+    def kernel_path(self) -> str:
+        """As `bench kernels --path` takes it, variant included."""
+        if not self.variant:
+            return self.path
+        from research_engine.bench.kernel_ops import OPS
+        from research_engine.kernels.jit.variants import variant_of
+
+        return variant_of(OPS[self.op].variant_path or "", self.variant).path
 
     @property
     def shape(self) -> str:
@@ -72,7 +94,16 @@ class KernelSettings(Settings):
         return {
             "op": self.op,
             "shape": self.shape,
-            "path": self.path,
+            "path": self.kernel_path,
             "dtype": self.dtype,
             "split_size": self.split_size,
         }
+
+
+def source_digest(file: Path) -> str:
+    """SHA-256 of a kernel's source and all that it includes of its folder and of the project."""
+    from research_engine.kernels.jit.compilation import CSRC, included_files
+
+    text = file.read_text(encoding="utf-8")
+    included = included_files(text, file, [CSRC, CSRC / "cuda"])
+    return hashlib.sha256("\0".join([text, *sorted(included.values())]).encode()).hexdigest()

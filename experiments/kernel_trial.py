@@ -24,7 +24,7 @@ class KernelError(RuntimeError):
 
 
 def check_kernel(settings: KernelSettings) -> None:
-    """Raises ConfigError: the device is not there, or its kernels lack the path or the dtype."""
+    """Raises ConfigError: the device is not there, its kernels lack the path or the dtype, or it has no variants."""
     from research_engine.bench.kernel_ops import OPS
 
     device = _device(settings.device, settings.dtype)
@@ -32,6 +32,10 @@ def check_kernel(settings: KernelSettings) -> None:
     paths = op.cuda_paths if device.type == "cuda" else op.cpu_paths
     if settings.path not in paths:
         raise ConfigError(f"path = {settings.path!r}: {settings.op} on {device.type} has {', '.join(paths)}")
+    if settings.variant and device.type != "cuda":
+        raise ConfigError(
+            f"variant = {dict(settings.variant)}: compiled for CUDA devices alone, and this is {device.type}"
+        )
 
 
 def run_kernel_trial(trial: Trial, directory: Path) -> dict[str, Any]:
@@ -54,11 +58,11 @@ def run_kernel_trial(trial: Trial, directory: Path) -> dict[str, Any]:
     assert isinstance(settings, KernelSettings)
     device, dtype = _device(settings.device, settings.dtype), getattr(torch, settings.dtype)
     op = OPS[settings.op]
-    case = Case(settings.op, op.parse(settings.shape), settings.path)
+    case = Case(settings.op, op.parse(settings.shape), settings.kernel_path)
     timer = _timer(device.type)
     ceilings = _ceilings(frozenset(needed_ceilings([case])), device.type, settings.dtype)
     watch = CoreWatch()
-    setting = Setting(device, dtype, settings.path, trial.seed, settings.split_size)
+    setting = Setting(device, dtype, settings.kernel_path, trial.seed, settings.split_size)
     measured = time_case(case, setting, settings.repeats, timer)
     others = watch.others()
     timer.clear()

@@ -13,7 +13,7 @@ from pathlib import Path
 from experiments.backend import model_identity
 from experiments.config import Cell, TrialSettings
 from experiments.experiment import Experiment
-from experiments.kernel_settings import KernelSettings
+from experiments.kernel_settings import KernelSettings, source_digest
 from experiments.workloads.streams import stream
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,6 +96,8 @@ def trial_key(settings: TrialSettings | KernelSettings, seed: int, repeat: int =
         content["repeat"] = repeat
     if isinstance(settings, TrialSettings):
         content |= _named_files(settings)
+    elif source := settings.variant.get("source"):
+        content["source"] = source_digest(Path(str(source)))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -68,6 +68,7 @@ template <typename T> __device__ inline Vector<T> load_elements(const T* source,
   return raw;
 }
 
+#ifndef __CUDACC_RTC__  // the host's part
 // True when rows that start at `data` and lie `stride` elements apart can be read in 16-byte vectors.
 inline bool vector_aligned(const TensorView& view, int64_t stride) {
   return reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && stride * element_size(view.dtype) % 16 == 0;
@@ -95,5 +96,6 @@ template <typename Function> void dispatch_cache(DType dtype, const char* op, Fu
     default: return dispatch_float(dtype, op, function);
   }
 }
+#endif
 
 }  // namespace research_engine::cuda

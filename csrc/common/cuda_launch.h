@@ -1,6 +1,8 @@
 // What every CUDA op does around its kernel: device guard, launch with checked errors, large shared memory, grid bounds.
+// A kernel compiled at run time (research_engine/kernels/jit) sees nothing of it: NVRTC takes no host code.
 #pragma once
 
+#ifndef __CUDACC_RTC__
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -60,6 +62,29 @@ void launch(const char* op, void (*kernel)(Parameters...), int64_t blocks, dim3 
   check(cudaGetLastError(), op);
 }
 
+// A kernel compiled at run time as the runtime's functions take it, after a look at the size of its one parameter.
+template <typename Parameters> auto variant_kernel(const char* op, const KernelVariant& variant) {
+  if (variant.parameter_bytes != static_cast<int>(sizeof(Parameters))) {
+    throw std::invalid_argument(std::string(op) + ": the variant's kernel takes " + std::to_string(variant.parameter_bytes) +
+                                " bytes of parameters, the built one " + std::to_string(sizeof(Parameters)) +
+                                ": its source is of another version than the build; run `pip install -e .` again");
+  }
+  return reinterpret_cast<void (*)(Parameters)>(variant.kernel);
+}
+
+// `launch` for it: <<< >>> would call it.
+template <typename Parameters>
+void launch_variant(const char* op, const KernelVariant& variant, int64_t blocks, Stream stream, Parameters parameters) {
+  const auto kernel = variant_kernel<Parameters>(op, variant);
+  if (!check_grid(op, blocks)) return;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, variant.shared_bytes), op);
+  void* arguments[] = {&parameters};
+  check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)), dim3(variant.threads), arguments,
+                         variant.shared_bytes, static_cast<cudaStream_t>(stream)),
+        op);
+}
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace research_engine::cuda
+#endif

@@ -11,6 +11,15 @@ namespace research_engine {
 
 using Stream = void*;  // cudaStream_t; the CPU ops take none
 
+// A kernel that was compiled at run time, to be launched in the built one's place (research_engine/kernels/jit).
+struct KernelVariant {
+  void* kernel = nullptr;  // cudaKernel_t; null: the built kernel
+  int threads = 0, shared_bytes = 0;
+  int blocks_per_sm = 0;
+  int keys = 0;             // that a step of a thread block takes
+  int parameter_bytes = 0;  // size of its one parameter, to tell sources that are newer than the build
+};
+
 struct PagedAttention {
   TensorView query;            // [T, Hq, D], rows may be strided
   TensorView key_cache;        // [N, Hkv, B, D], a (block, head) tile is contiguous; of query's dtype, f8e4m3 or i8
@@ -33,6 +42,7 @@ struct PagedAttention {
   int64_t max_seq_len = 0;     // upper bound over the batch
   int path = 0;                // 0 automatic, 1 simple, 2 decode, 3 prefill; the CPU may know fewer
   int64_t split_size = 0;      // keys per split; 0: chosen by the op. Fixed: a row does not depend on its neighbours
+  KernelVariant variant;       // CUDA, paths decode and prefill: of the kernel on tensor cores
 };
 
 enum class QuantizedKind : int { int4 = 0, int8 = 1, float8 = 2 };
@@ -151,6 +161,8 @@ void write_quantized(TensorView key, TensorView value, TensorView key_cache, Ten
 int64_t sample_workspace(int64_t rows, int64_t vocab_size, int device);
 int device_count();                              // 0 without a driver, never throws
 std::string device_description(int device);      // "NVIDIA H200, sm_90, 132 SMs"
+// Code of one architecture as a kernel, a cudaKernel_t that serves every device of it. Stays loaded: a CUDA graph may hold it.
+void* load_kernel(const std::string& code, const std::string& symbol);
 #undef RESEARCH_ENGINE_STREAM
 }  // namespace cuda
 

@@ -55,6 +55,7 @@ template <typename Params> class AfterPredecessor {
   Params params_;
 };
 
+#ifndef __CUDACC_RTC__  // the host's part
 struct LaunchShape {
   int64_t blocks;
   dim3 threads;
@@ -94,7 +95,6 @@ inline void allow(const char* op, const void* kernel, const LaunchShape& shape) 
   if (shape.shared_bytes > 32 * 1024) {  // see `launch`
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes)), op);
   }
-  if (shape.cluster > 8) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), op);
 }
 
 inline cudaLaunchAttribute cluster_attribute(int size) {
@@ -152,5 +152,7 @@ void launch_after(const char* op, void (*kernel)(AfterPredecessor<Params>), cons
   }
   check(cudaLaunchKernelEx(&config, kernel, AfterPredecessor<Params>(params)), op);
 }
+
+#endif
 
 }  // namespace research_engine::cuda

@@ -131,7 +131,12 @@ bool takes_prefill(const PagedAttention& args) {
 }
 
 void launch_prefill(const PagedAttention& args, const AttentionParams& params, Stream stream) {
-  if (args.path == kPrefillMma || !prefill_wgmma_supports(args, params)) {
+  const bool wgmma = args.path != kPrefillMma && prefill_wgmma_supports(args, params);
+  if (!wgmma && args.variant.kernel != nullptr) {
+    throw std::invalid_argument("paged_attention: a variant of path prefill needs sm_90, queries and caches of the same 16-bit "
+                                "floats, rows aligned to 16 bytes and a head size that is a multiple of 8");
+  }
+  if (!wgmma) {
     if (prefill_mma_supports(args, params)) return launch_prefill_mma(args, params, stream);
     return launch_prefill_attention(params, args.key_cache.dtype, stream);
   }
@@ -175,6 +180,9 @@ void paged_attention(const PagedAttention& args, Stream stream) {
   }
   if (args.path != kDecodeFma && decode_mma_supports(args, params)) {
     launch_decode_mma(args, params, stream);
+  } else if (args.variant.kernel != nullptr) {
+    throw std::invalid_argument("paged_attention: a variant of path decode needs 16-bit queries, rows aligned to 16 bytes and a "
+                                "head size that is a multiple of 16");
   } else {
     const SplitPlan plan = plan_within_workspace(args);
     AttentionParams split = params;

@@ -59,7 +59,7 @@ struct AttentionParams {
   int64_t table_entries;  // of block_tables, with the gaps between its rows
   int cluster;            // thread blocks that may share a row's keys of one head group; 0: cut by load alone
   int cluster_cost;       // of a step of theirs, in sixteenths of a step of blocks that fill the device
-  int cluster_slack, most_cluster, touch_cache;
+  int cluster_slack;      // by how much more than blocks cut by load a cluster may take, likewise
 };
 
 // One row: a query token of a request.
@@ -162,6 +162,7 @@ template <typename C> __device__ inline void store_out(const AttentionParams& p,
   }
 }
 
+#ifndef __CUDACC_RTC__  // the host's part
 // By the type of the caches.
 void launch_simple_attention(const AttentionParams& params, DType dtype, Stream stream);
 void launch_decode_attention(const AttentionParams& params, DType dtype, Stream stream);
@@ -181,6 +182,7 @@ void launch_prefill_wgmma(const PagedAttention& args, AttentionParams params, St
 // The prefill kernel on mma.sync (sm_80 on), quantised caches too: whether device and arguments suit it, launch.
 bool prefill_mma_supports(const PagedAttention& args, const AttentionParams& params);
 void launch_prefill_mma(const PagedAttention& args, const AttentionParams& params, Stream stream);
+#endif
 
 // A thread block of the decode kernel takes up to 8 query heads of a KV head; the number of such groups in G.
 __host__ __device__ inline int decode_head_groups(int group_size) { return (group_size + 7) / 8; }

@@ -112,7 +112,6 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeTile<C, kD, k
     if (warp_ == 0 && p_.table_entries <= static_cast<int64_t>(gridDim.x) * 32 * kEntries && at < p_.table_entries) {
       prefetch_l2(p_.block_tables + at);
     }
-    if (p_.touch_cache && threadIdx.x < 2) prefetch_l2(threadIdx.x == 0 ? p_.key_cache : p_.value_cache);
   }
 
   // The block id of the next key to load; asked for one step before it is needed.
@@ -454,6 +453,7 @@ __global__ void __launch_bounds__(kThreads, MmaShape<C, kD, kRows>::kBlocksPerSm
   DecodeBlock<C, kD, kRows>(p, shared).run(plan);
 }
 
+#ifndef __CUDACC_RTC__  // the host's part
 // How many clusters of `size` blocks the current device holds; asked for once.
 template <typename C, int kD, int kRows> int64_t clusters_of(int size) {
   constexpr int kDevices = 64;
@@ -475,22 +475,32 @@ inline int multiprocessors() {
   return count;
 }
 
-// With fewer (row, head group)s than blocks, each may be given a cluster of them, the largest that all fit in at once.
-template <typename C, int kD, int kRows> void launch_for_rows(AttentionParams p, int64_t blocks, Stream stream) {
-  LaunchShape shape{blocks, kThreads, MmaShape<C, kD, kRows>::kSharedBytes};
-  const int64_t lines = p.num_rows * head_groups(p.num_kv_heads, p.group_size, kD);
-  p.cluster = p.split_size == 0 && lines <= blocks && p.cluster_slack >= 0 ? 1 : 0;
-  for (int size = p.most_cluster; size > 1 && p.cluster == 1; size /= 2) {
+using DecodeKernel = void (*)(AfterPredecessor<AttentionParams>);
+
+// With fewer (row, head group)s than blocks, each may be given a cluster of them, the largest that all fit in at once;
+// `clusters(size)` is how many of them the device holds.
+template <typename Clusters>
+void launch_in_clusters(DecodeKernel kernel, LaunchShape shape, AttentionParams p, const Clusters& clusters, Stream stream) {
+  const int64_t lines = p.num_rows * head_groups(p.num_kv_heads, p.group_size, p.head_size), blocks = shape.blocks;
+  p.cluster = p.split_size == 0 && lines <= blocks ? 1 : 0;
+  for (int size = kMostCluster; size > 1 && p.cluster == 1; size /= 2) {
     if (lines * size > blocks) continue;
-    const int64_t clusters = std::min(clusters_of<C, kD, kRows>(size), blocks / size);
-    if (lines > clusters) continue;
+    const int64_t most = std::min<int64_t>(clusters(size), blocks / size);
+    if (lines > most) continue;
     shape.cluster = p.cluster = size;
-    shape.blocks = clusters * size;
+    shape.blocks = most * size;
   }
-  // A block that has a multiprocessor for itself takes little more than half the time for a step (measured on an H200).
-  const bool alone = MmaShape<C, kD, kRows>::kBlocksPerSm > 1 && lines * p.cluster <= multiprocessors();
-  p.cluster_cost = alone ? 9 : 16;
-  launch_after(kOp, decode_mma_kernel<C, kD, kRows>, shape, stream, p);
+  // Measured on an H200: a block that has a multiprocessor for itself, where two fit, takes little more than half the time for a
+  // step, and to cut by load costs three steps more than a cluster; six where one block fills a multiprocessor.
+  const bool shared = blocks > multiprocessors();
+  p.cluster_cost = shared && lines * p.cluster <= multiprocessors() ? 9 : 16;
+  p.cluster_slack = shared ? 48 : 100;
+  launch_after(kOp, kernel, shape, stream, p);
+}
+
+template <typename C, int kD, int kRows> void launch_for_rows(const AttentionParams& p, int64_t blocks, Stream stream) {
+  launch_in_clusters(decode_mma_kernel<C, kD, kRows>, {blocks, kThreads, MmaShape<C, kD, kRows>::kSharedBytes}, p,
+                     clusters_of<C, kD, kRows>, stream);
 }
 
 template <typename C, int kD> void launch_for_head_size(const AttentionParams& p, int64_t blocks, Stream stream) {
@@ -502,5 +512,6 @@ template <typename C, int kD> void launch_for_head_size(const AttentionParams& p
 
 // The same for quantised caches, in a file of their own.
 void launch_quantized(const AttentionParams& p, DType cache, int64_t blocks, Stream stream);
+#endif
 
 }  // namespace research_engine::cuda::decode

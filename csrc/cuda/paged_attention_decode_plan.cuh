@@ -12,11 +12,21 @@
 
 namespace research_engine::cuda::decode {
 
-constexpr int kWarps = 4;
+// Variants, for measuring: warps of a thread block, blocks of a multiprocessor and stages of a ring (0: by the head size).
+#ifndef RESEARCH_ENGINE_DECODE_WARPS
+#define RESEARCH_ENGINE_DECODE_WARPS 4
+#endif
+#ifndef RESEARCH_ENGINE_DECODE_BLOCKS_PER_SM
+#define RESEARCH_ENGINE_DECODE_BLOCKS_PER_SM 0
+#endif
+#ifndef RESEARCH_ENGINE_DECODE_STAGES
+#define RESEARCH_ENGINE_DECODE_STAGES 0
+#endif
+constexpr int kWarps = RESEARCH_ENGINE_DECODE_WARPS;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kTile = 16;             // keys of a warp's step
 constexpr int kStep = kTile * kWarps;  // keys of a block's step
-constexpr int kMostCluster = 16;       // thread blocks; more than 8 where the device allows it
+constexpr int kMostCluster = 8;        // thread blocks: 16 gain some 4 % from 4,096 to 16,384 keys, and lose 15 % at 1,024
 
 // Query heads that share a tile: as many as a thread has registers for.
 __host__ __device__ constexpr int most_heads(int head_size) { return head_size > 128 ? 8 : 16; }
@@ -187,6 +197,7 @@ __device__ inline bool find_share(const AttentionParams& p, Plan& plan, Cursor& 
   return true;
 }
 
+#ifndef __CUDACC_RTC__  // the host's part
 // How many thread blocks, counters and slots a call takes; counts are upper bounds made from max_seq_len.
 struct Sizes {
   int64_t blocks, counters, slots, unit_keys;
@@ -196,6 +207,12 @@ struct Sizes {
     return counters + slots * std::min<int64_t>(group, most_heads(static_cast<int>(args.query.shape[2]))) * (args.query.shape[2] + 2);
   }
 };
+
+// Keys of a block's step, and blocks of a multiprocessor, of the kernel that will run.
+inline int64_t step_keys(const PagedAttention& args) { return args.variant.kernel != nullptr ? args.variant.keys : kStep; }
+inline int blocks_per_sm(const PagedAttention& args) {
+  return args.variant.kernel != nullptr ? args.variant.blocks_per_sm : args.query.shape[2] <= 128 ? 2 : 1;
+}
 
 inline Sizes sizes_of(const PagedAttention& args, int64_t unit_keys) {
   const int64_t rows = args.path == 0 ? args.seq_lens.shape[0] : args.query.shape[0];
@@ -208,12 +225,13 @@ inline Sizes sizes_of(const PagedAttention& args, int64_t unit_keys) {
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, args.query.device), "paged_attention");
   Sizes sizes{};
   sizes.unit_keys = unit_keys;
-  sizes.blocks = std::min<int64_t>(lines * most, std::min<int64_t>(kPrefillCounters, multiprocessors * (args.query.shape[2] <= 128 ? 2 : 1)));
+  sizes.blocks = std::min<int64_t>(lines * most, std::min<int64_t>(kPrefillCounters, multiprocessors * blocks_per_sm(args)));
   if (most > 1) {
     sizes.counters = kCounters + (args.split_size > 0 ? ceil_div(lines * most, 4) * 4 : 0);  // slots stay aligned
     sizes.slots = args.split_size > 0 ? lines * most : 2 * sizes.blocks;
   }
   return sizes;
 }
+#endif
 
 }  // namespace research_engine::cuda::decode

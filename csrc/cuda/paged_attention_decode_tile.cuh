@@ -28,11 +28,13 @@ template <typename C, int kD, int kRows> struct MmaShape {
   static constexpr int kRowChunks = kSwizzle ? kChunks : kChunks | 1;  // an odd stride spreads rows over the banks as well
   static constexpr int kTileBytes = kTile * kRowChunks * 16;
   static constexpr int kStageBytes = kWarps * 2 * kTileBytes;
-  static constexpr int kBlocksPerSm = kD <= 128 ? 2 : 1;
+  static constexpr int kBlocksPerSm =
+      RESEARCH_ENGINE_DECODE_BLOCKS_PER_SM > 0 ? RESEARCH_ENGINE_DECODE_BLOCKS_PER_SM : kD <= 128 ? 2 : 1;
   static constexpr int kSumStride = kD + 4;  // float32 elements
   static constexpr int kMergeBytes = kRows * kSumStride * 4 + kWarps * kRows * 8 + kRows * 8 + 16;
   // Deeper rings lose bandwidth: at 256 x 2,048 an H200 read 4.15 TB/s with 3 stages and 4.26 with 2 (D = 128).
-  static constexpr int kMostStages = (kD < 128 ? 4 : 2) * (sizeof(C) == 1 ? 2 : 1);
+  static constexpr int kMostStages =
+      RESEARCH_ENGINE_DECODE_STAGES > 0 ? RESEARCH_ENGINE_DECODE_STAGES : (kD < 128 ? 4 : 2) * (sizeof(C) == 1 ? 2 : 1);
   static constexpr int kBudget = (228 * 1024) / kBlocksPerSm - 1024 - kMergeBytes;
   static constexpr int kStages = kBudget / kStageBytes < kMostStages ? kBudget / kStageBytes : kMostStages;
   static constexpr int kSharedBytes = kStages * kStageBytes + kMergeBytes;

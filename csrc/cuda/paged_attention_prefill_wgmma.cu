@@ -398,6 +398,7 @@ __global__ void __launch_bounds__(WgmmaShape<kD>::kThreads, 1) prefill_wgmma_ker
   if constexpr (kHasWgmma) run_block<T, kD, kScored>(p);
 }
 
+#ifndef __CUDACC_RTC__  // the host's part
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
 EncodeTiled encode_tiled() {
@@ -462,16 +463,18 @@ void launch_tiles(const PagedAttention& args, const AttentionParams& params, Pre
   using Shape = WgmmaShape<kD>;
   const AttentionParams& a = p.attention;
   const int64_t items = plan_rows(args, params, Shape::kRows, kOp, p);
-  p.copy_rows = std::gcd(static_cast<int>(a.block_size.value), Shape::kKeys);
+  const int keys = args.variant.kernel != nullptr ? args.variant.keys : Shape::kKeys;
+  p.copy_rows = std::gcd(static_cast<int>(a.block_size.value), keys);
   p.whole_copies = a.head_size == kD && p.copy_rows % 8 == 0;
   for (const TensorView& cache : {args.key_cache, args.value_cache}) {
     p.whole_copies = p.whole_copies && cache.strides[1] == cache.shape[2] * cache.shape[3];
   }
   p.keys = p.whole_copies ? whole_map(args.key_cache, p.copy_rows) : atom_map(args.key_cache, p.copy_rows);
   p.values = p.whole_copies ? whole_map(args.value_cache, p.copy_rows) : atom_map(args.value_cache, p.copy_rows);
-  p.atom_bytes = p.whole_copies ? kAtomGroup : Shape::kKeyAtom;
+  p.atom_bytes = p.whole_copies ? kAtomGroup : keys * kAtomRow;
   p.group_bytes = p.whole_copies ? Shape::kAtoms * kAtomGroup : kAtomGroup;
   const int64_t blocks = std::min<int64_t>(items, device_attribute(cudaDevAttrMultiProcessorCount, args.query.device));
+  if (args.variant.kernel != nullptr) return launch_variant(kOp, args.variant, blocks, stream, p);
   const bool plain = a.softcap <= 0.0f && a.alibi_slopes == nullptr && a.scale > 0.0f;
   launch(kOp, plain ? prefill_wgmma_kernel<T, kD, false> : prefill_wgmma_kernel<T, kD, true>, blocks, Shape::kThreads,
          shared_bytes<kD>(), stream, p);
@@ -485,9 +488,11 @@ void launch_for_type(const PagedAttention& args, const AttentionParams& params, 
   if (head_size <= 192) return launch_tiles<T, 192>(args, params, p, stream);
   return launch_tiles<T, 256>(args, params, p, stream);
 }
+#endif
 
 }  // namespace
 
+#ifndef __CUDACC_RTC__
 bool prefill_wgmma_supports(const PagedAttention& args, const AttentionParams& params) {
   if ((args.query.dtype != DType::bf16 && args.query.dtype != DType::f16) || args.key_cache.dtype != args.query.dtype) return false;
   if (params.head_size % 8 != 0 || params.head_size > kMaxHeadSize || !params.vectors) return false;
@@ -514,5 +519,6 @@ void launch_prefill_wgmma(const PagedAttention& args, AttentionParams params, St
     launch_for_type<__half>(args, params, p, stream);
   }
 }
+#endif
 
 }  // namespace research_engine::cuda

@@ -62,6 +62,7 @@ template <int kRows, int kKeys> __device__ bool plan_tile(const PlanParams& p, i
   return true;
 }
 
+#ifndef __CUDACC_RTC__  // the host's part
 // Plans the launch for tiles of `rows`: fills in all but copy_rows, and returns how many items there are, at most.
 inline int64_t plan_rows(const PagedAttention& args, const AttentionParams& params, int rows, const char* op, PlanParams& p) {
   p.attention = params;
@@ -74,5 +75,6 @@ inline int64_t plan_rows(const PagedAttention& args, const AttentionParams& para
   p.section_heads = static_cast<int>(std::clamp<int64_t>(int64_t{cache_bytes} * 2 / 3 / head_bytes, 1, params.num_kv_heads));
   return int64_t{p.tiles} * params.num_kv_heads;
 }
+#endif
 
 }  // namespace research_engine::cuda::prefill

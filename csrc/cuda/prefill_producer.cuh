@@ -14,9 +14,15 @@ namespace research_engine::cuda::prefill {
 constexpr int kGroupThreads = 128;  // of a warpgroup
 constexpr int kGroupRows = 64;      // of a consumer's tile
 
-// A variant, for measuring: warps of the producer warpgroup that bring keys and values (the others plan and bring queries).
+// Variants, for measuring: the warps of the producer warpgroup that bring keys and values (the others plan and bring queries).
 #ifndef RESEARCH_ENGINE_PREFILL_COPIERS
 #define RESEARCH_ENGINE_PREFILL_COPIERS 2
+#endif
+#ifndef RESEARCH_ENGINE_PREFILL_KEYS  // keys of a tile; 0: by the head size
+#define RESEARCH_ENGINE_PREFILL_KEYS 0
+#endif
+#ifndef RESEARCH_ENGINE_PREFILL_SLOTS  // tiles that the ring has at most
+#define RESEARCH_ENGINE_PREFILL_SLOTS 8
 #endif
 constexpr int kCopiers = RESEARCH_ENGINE_PREFILL_COPIERS;
 static_assert(kCopiers >= 1 && kCopiers <= 3);
@@ -25,7 +31,7 @@ static_assert(kCopiers >= 1 && kCopiers <= 3);
 template <int kD> struct WgmmaShape {
   static constexpr int kConsumers = 2;
   static constexpr int kRows = kConsumers * kGroupRows;
-  static constexpr int kKeys = kD <= 128 ? 128 : 64;
+  static constexpr int kKeys = RESEARCH_ENGINE_PREFILL_KEYS > 0 ? RESEARCH_ENGINE_PREFILL_KEYS : kD <= 128 ? 128 : 64;
   static constexpr int kThreads = (kConsumers + 1) * kGroupThreads;
   static constexpr int kProducerRegisters = kD <= 192 ? 56 : 40;  // of the 168 that every thread starts with
   static constexpr int kConsumerRegisters = kD <= 192 ? 224 : 232;
@@ -33,7 +39,7 @@ template <int kD> struct WgmmaShape {
   static constexpr int kQueryBytes = kRows * kD * 2, kQueryAtom = kRows * kAtomRow;
   static constexpr int kSlotBytes = kKeys * kD * 2, kKeyAtom = kKeys * kAtomRow;
   static constexpr int kQuerySlots = kD <= 192 ? 2 : 1;
-  static constexpr int kSlots = std::min(8, (224 * 1024 - kQuerySlots * kQueryBytes) / kSlotBytes);
+  static constexpr int kSlots = std::min(RESEARCH_ENGINE_PREFILL_SLOTS, (224 * 1024 - kQuerySlots * kQueryBytes) / kSlotBytes);
   static_assert(kSlots >= 4, "two tiles of keys in use, two on their way");
 };
 

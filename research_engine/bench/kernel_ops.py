@@ -47,6 +47,7 @@ class Op:
         cpu_paths: that can be forced on a CPU.
         all_paths: whether all paths are timed by default on a GPU; else the first.
         has_product: whether a matrix product's rate limits it, too.
+        variant_path: the path whose kernel has variants that are compiled at run time, if there is one.
     """
 
     form: str
@@ -58,6 +59,7 @@ class Op:
     cpu_paths: tuple[str, ...] = ("auto",)
     all_paths: bool = False
     has_product: bool = False
+    variant_path: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -180,6 +182,7 @@ OPS: dict[str, Op] = {
         tuple(PATHS),
         CPU_PATHS,
         has_product=True,
+        variant_path="decode",
     ),
     "decode_float8": Op(
         "BxL:Hq/Hkv/D:block",
@@ -189,6 +192,7 @@ OPS: dict[str, Op] = {
         problems.make_float8_attention,
         tuple(PATHS),
         CPU_PATHS,
+        variant_path="decode",
     ),
     "prefill": Op(
         "BxqxL:Hq/Hkv/D:block",
@@ -199,6 +203,7 @@ OPS: dict[str, Op] = {
         tuple(PATHS),
         CPU_PATHS,
         has_product=True,
+        variant_path="prefill",
     ),
     "prefill_float8": Op(
         "BxqxL:Hq/Hkv/D:block",

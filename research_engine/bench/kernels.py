@@ -31,6 +31,7 @@ from research_engine.bench.kernel_report import (
 from research_engine.bench.kernel_timing import CpuTimer, CudaTimer, Run, Timer, measure_ceilings
 from research_engine.kernels import build_info
 from research_engine.kernels._checks import CPU_DTYPES, CUDA_DTYPES
+from research_engine.kernels.jit.variants import is_variant, parse_path, parse_settings, variant_of
 
 DEVICES = ("auto", "cuda", "cpu")
 
@@ -43,6 +44,8 @@ class KernelBenchOptions:
         op: which ops; all when none is given.
         shape: which shapes of one op, like 128x4096:32/8/128:16; without, a set of the op's own (small on a CPU).
         path: which kernels of an op that has several, side by side.
+        variant: what to change of the attention kernel on tensor cores, like stages=3,warps=8 or source=my_decode.cuh
+            (GPU alone): each is compiled at first use and timed beside the built one.
         dtype: bfloat16, float16 (CUDA alone) or float32.
         device: auto takes CUDA where there is a GPU.
         repeats: timed runs of each case.
@@ -55,6 +58,7 @@ class KernelBenchOptions:
     op: tuple[str, ...] = ()
     shape: tuple[str, ...] = ()
     path: tuple[str, ...] = ()
+    variant: tuple[str, ...] = ()
     dtype: str = "bfloat16"
     device: str = "auto"
     repeats: int = 20
@@ -65,6 +69,11 @@ class KernelBenchOptions:
     def __post_init__(self) -> None:
         for name in self.op:
             choose("op", name, OPS)
+        if self.variant and not self.op:
+            having = ", ".join(name for name, op in OPS.items() if op.variant_path)
+            raise ValueError(f"variant = {' '.join(self.variant)}: needs an op to belong to, out of {having}")
+        for name in self.op:
+            choose_variants(name, self.variant)
         choose("device", self.device, DEVICES)
         if self.repeats < 1:
             raise ValueError(f"repeats = {self.repeats}: must be >= 1")
@@ -144,11 +153,29 @@ def choose_cases(options: KernelBenchOptions, device: torch.device) -> list[Case
         op = OPS[name]
         paths = op.cuda_paths if device.type == "cuda" else op.cpu_paths
         for path in options.path:
-            choose(f"path of {name} on {device.type}", path, paths)
+            choose(f"path of {name} on {device.type}", parse_path(path).base if is_variant(path) else path, paths)
+        variants = choose_variants(name, options.variant)
+        if device.type != "cuda" and (variants or any(map(is_variant, options.path))):
+            raise ValueError(f"variant {' '.join((*options.variant, *options.path))}: compiled for CUDA devices alone")
         shapes = options.shape or (op.cuda_shapes if device.type == "cuda" else op.cpu_shapes)
         chosen = options.path or (paths if op.all_paths else paths[:1])
+        if op.variant_path and variants:
+            chosen = (*(options.path or (op.variant_path,)), *variants)
         cases += [Case(name, op.parse(shape), path) for shape in shapes for path in chosen]
     return cases
+
+
+def choose_variants(name: str, given: Iterable[str]) -> list[str]:
+    """The paths of an op's variants, `stages=3,warps=8` each.
+
+    Raises:
+        ValueError: the op has none, or not of these parameters.
+    """
+    base = OPS[name].variant_path
+    if given and base is None:
+        having = ", ".join(other for other, op in OPS.items() if op.variant_path)
+        raise ValueError(f"variant = {' '.join(given)}: op {name} has no variants; {having} have")
+    return [variant_of(base or "", parse_settings(text)).path for text in given]
 
 
 def needed_ceilings(cases: Iterable[Case]) -> set[str]:

@@ -6,7 +6,7 @@ current stream. Each is registered with torch.library under `torch.ops.research_
 
 from __future__ import annotations
 
-from research_engine.kernels import reference
+from research_engine.kernels import jit, reference
 from research_engine.kernels.activation import silu_and_mul
 from research_engine.kernels.attention import paged_attention, paged_attention_workspace
 from research_engine.kernels.attention_states import merge_attention_states
@@ -48,5 +48,6 @@ __all__ = [
     "sample_workspace",
     "Sampled",
     "reference",
+    "jit",
     "build_info",
 ]

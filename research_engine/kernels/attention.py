@@ -15,6 +15,7 @@ from research_engine.kernels._checks import (
     refuse,
 )
 from research_engine.kernels._extension import _C, check_scale_values, host, stream_of, traced
+from research_engine.kernels.jit.variants import Launch, is_variant, launch_of, parse_path
 
 PATHS = {"auto": 0, "simple": 1, "decode": 2, "prefill": 3, "decode_fma": 4, "prefill_fma": 5, "prefill_mma": 6}
 CPU_PATHS = ("auto", "decode", "prefill")
@@ -73,8 +74,9 @@ def paged_attention(
         out: `[T, Hq, D]`, last dimension contiguous, of query's dtype; made when None.
         lse: float32 `[T, Hq]`, contiguous: takes the logarithms of the denominators, sinks included.
         path: "auto" picks a kernel for each request; "decode" and "prefill" force one. On CUDA also "simple", and
-            "decode_fma" and "prefill_fma" (those without tensor cores) and "prefill_mma" (the prefill kernel on
-            mma.sync where the arguments suit it, on Hopper too).
+            "decode_fma" and "prefill_fma" (those without tensor cores), "prefill_mma" (the prefill kernel on mma.sync
+            where the arguments suit it, on Hopper too), and "decode[stages=3]" and the like: a variant of the kernel
+            on tensor cores, which its first call compiles (`kernels.jit`; not while a graph is captured).
         split_size: keys that one decode item takes. Given, a row's result is bitwise the same whatever the batch
             around it; None chooses it by the batch, for speed.
         workspace: CUDA only: float32, contiguous, memory for split partials, of `paged_attention_workspace(...)`
@@ -131,10 +133,22 @@ def paged_attention_workspace(
     if query.is_cpu:
         return 0
     stream_of(query)
+    path, variant = _kernel(path, query, key_cache, scored=False)  # both kernels of a variant size it alike
     return _C.paged_attention_workspace(
         query, key_cache, block_tables, PATHS[path], split_size or 0, max_query_len or query.shape[0],
-        max_seq_len or block_tables.shape[1] * key_cache.shape[2],
+        max_seq_len or block_tables.shape[1] * key_cache.shape[2], variant,
     )  # fmt: skip
+
+
+def _kernel(path: str, query: torch.Tensor, key_cache: torch.Tensor, scored: bool) -> tuple[str, Launch | None]:
+    """The path's name in PATHS, and for a variant what to launch in place of its kernel."""
+    if not is_variant(path):
+        return path, None
+    variant = parse_path(path)
+    group_size = query.shape[1] // key_cache.shape[1]
+    scored = scored and variant.base == "prefill"  # the decode kernel is one for all
+    problem = query.get_device(), key_cache.dtype, query.shape[2], group_size, scored
+    return variant.base, launch_of(variant, variant.version, *problem)
 
 
 def _check(
@@ -194,7 +208,11 @@ def _check(
         _check_optional_tensors(query, lse, alibi_slopes, sinks, workspace)
     if key_scale is not None or value_scale is not None:
         check_scales(key_cache, cache_shape[1], key_scale, value_scale)
-    if path not in PATHS or (path not in CPU_PATHS and query.is_cpu):
+    if is_variant(path):
+        parse_path(path)
+        if query.is_cpu:
+            raise ValueError(f"path={path!r}; variants are compiled for CUDA devices, and query is on {query.device}")
+    elif path not in PATHS or (path not in CPU_PATHS and query.is_cpu):
         valid = ", ".join(CPU_PATHS if query.is_cpu else PATHS)
         raise ValueError(f"path={path!r}; on {query.device} it is one of {valid}")
     if (
@@ -282,11 +300,13 @@ def _paged_attention(
             max_seq_len=max_seq_len,
         )
         workspace = _own_workspace(size, query.device, stream) if size else None
+    scored = softcap is not None or alibi_slopes is not None or scale <= 0
+    path, variant = _kernel(path, query, key_cache, scored)
     _C.paged_attention(
         query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, out, lse, alibi_slopes, sinks,
         key_scale, value_scale, workspace, scale, causal, sliding_window or 0, softcap or 0.0,
         max_query_len or query.shape[0], max_seq_len or block_tables.shape[1] * key_cache.shape[2], PATHS[path],
-        split_size or 0, stream,
+        split_size or 0, variant, stream,
     )  # fmt: skip
 
 

@@ -342,3 +342,28 @@ def test_a_users_mistake_is_told_with_what_is_valid_and_ends_with_2(words, told,
 def test_cuda_without_a_device_is_a_users_mistake(capsys):
     assert main(["bench", "kernels", "--device", "cuda"]) == 2
     assert "torch finds no CUDA device" in capsys.readouterr().err
+
+
+def test_variants_are_timed_beside_the_built_kernel():
+    options = bench.KernelBenchOptions(op=("decode",), shape=("4x64",), variant=("stages=3,warps=2", "stages=2"))
+    cases = bench.choose_cases(options, torch.device("cuda"))
+    assert [case.path for case in cases] == ["decode", "decode[stages=3,warps=2]", "decode[stages=2]"]
+    options = dataclasses.replace(options, path=("simple", "decode[warps=8]"), variant=("stages=2",))
+    cases = bench.choose_cases(options, torch.device("cuda"))
+    assert [case.path for case in cases] == ["simple", "decode[warps=8]", "decode[stages=2]"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--op", "decode", "--variant", "stage=3"], "no parameter 'stage'"),
+        (["--op", "decode", "--variant", "stages=3"], "compiled for CUDA devices alone"),
+        (["--op", "decode", "--path", "decode[stages=3]"], "compiled for CUDA devices alone"),
+        (["--op", "decode", "--path", "decod[stages=3]"], "path 'decod' has no variants"),
+        (["--op", "sample", "--variant", "stages=3"], "op sample has no variants; decode, decode_float8, prefill have"),
+        (["--variant", "stages=3"], "needs an op to belong to, out of decode, decode_float8, prefill"),
+    ],
+)
+def test_a_variant_that_is_not_there_is_a_mistake_of_the_users(arguments, told, capsys):
+    assert main(["bench", "kernels", "--device", "cpu", *arguments]) == 2
+    assert told in "".join(capsys.readouterr())
