@@ -268,6 +268,7 @@ def main(source: EngineSource, sock: socket.socket, log_level: int = logging.INF
         records.num_blocks = parts.engine.config.num_blocks
         gc.collect()
         gc.freeze()  # what was loaded stays; no collection need look at it
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a service manager sends it to all processes; see above
         end.send(_ready(parts))
         serving = True
         EngineLoop(parts, records, end).run()
