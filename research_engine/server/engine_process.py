@@ -221,9 +221,13 @@ class EngineLoop:
             del self._groups[key]
 
     def _report(self, deltas: list[Delta]) -> None:
+        """Send what is new. Summaries of steps alone wait for a snapshot: nobody is to be woken for them at every step."""
         now = time.perf_counter()
+        due = not self._engine.has_unfinished or now - self._last_snapshot > _SNAPSHOT_SECONDS
+        if not deltas and not due:
+            return
         snapshot = None
-        if not self._engine.has_unfinished or now - self._last_snapshot > _SNAPSHOT_SECONDS:
+        if due:
             self._last_snapshot, self._stale = now, False
             view = self._engine.view()
             snapshot = self._records.snapshot(view.num_running, view.num_waiting, self._engine.kv_cache.num_used_blocks)
