@@ -145,7 +145,11 @@ def test_requests_are_answered_as_the_page_says(small: LiveServer, tmp_path: Pat
         (refused(guided_regex="(", max_tokens=2),),
         (refused({}), refused({"authorization": "Bearer wrong"})),
         (refused(model="other"),),
-        (refused(prompt="a" * 200_000), refused({**KEY, "x": "a" * 70_000}), refused({**KEY, "content-type": "text/a"})),
+        (
+            refused(prompt="a" * 200_000),
+            refused({**KEY, "x": "a" * 70_000}),
+            refused({**KEY, "content-type": "text/a"}),
+        ),
         (refused(prompt="O"),),
         (queue_full,),
         (refused(prompt="K"),),
