@@ -48,8 +48,8 @@ class Access:
     """Who may ask, and how much.
 
     Args:
-        api_keys: any of which opens /v1, /tokenize, /detokenize, /tokenizer_info and /server_info; none leaves the server
-            open.
+        api_keys: any of which opens /v1, /tokenize, /detokenize, /tokenizer_info and /server_info; none leaves all
+            of them open.
         protects_all: every path but /health needs a key.
         max_body_bytes: of a request.
         max_header_bytes: of a request's head.

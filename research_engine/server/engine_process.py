@@ -221,7 +221,7 @@ class EngineLoop:
             del self._groups[key]
 
     def _report(self, deltas: list[Delta]) -> None:
-        """Send what is new. Summaries of steps alone wait for a snapshot: nobody is to be woken for them at every step."""
+        """Send what is new. Summaries of steps alone wait for a snapshot: nobody need be woken for each of them."""
         now = time.perf_counter()
         due = not self._engine.has_unfinished or now - self._last_snapshot > _SNAPSHOT_SECONDS
         if not deltas and not due:

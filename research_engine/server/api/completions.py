@@ -107,7 +107,8 @@ async def _prompts(context: ServerContext, request: CompletionRequest) -> tuple[
             context.check_token_ids(item, "prompt")
     texts = [item if isinstance(item, str) else None for item in many]
     encoded = iter(await context.encode([text for text in texts if text is not None], add_special))
-    return texts, [next(encoded) if isinstance(item, str) else item for item in many]
+    ids: list[Any] = [next(encoded) if isinstance(item, str) else item for item in many]
+    return texts, ids
 
 
 class _Answer:
