@@ -158,7 +158,7 @@ def _chunked_prefill(values: dict[str, Any]) -> None:
 
 
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "quantization": ((None, "none"), "quantised weights are not supported by this engine"),
+    "quantization": ((None, "none"), "the checkpoint says how its weights are quantised"),
     "kv_cache_dtype": (("auto",), "the KV cache has the model's dtype"),
     "tensor_parallel_size": ((1,), "one device is supported"),
     "task": (("auto", "generate"), "models that generate are supported"),
