@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MAX_GRAMMAR_BYTES = 65536
 MAX_RULES = 250  # of a grammar, references of a schema: llguidance's time for a faulty chain of them is quadratic
+LEXER_FUEL = 100_000  # some 0.2 s for the expressions of a grammar; llguidance's own bound is ten times as much
 _STACK_BYTES = 256 * 2**20  # only what is used of it takes memory
 _RULE = re.compile(r"^[ \t]*\??\w+(?:\.\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
 _stack_size_lock = threading.Lock()  # the size is the process's, not the thread's
@@ -47,15 +48,24 @@ class GrammarCompiler:
         return LLGuidanceConstraint(self._compile(sampling.structured_outputs))
 
     def check(self, params: StructuredOutputsParams) -> None:
-        """Raises ValueError as making a constraint does; lets other threads run meanwhile."""
-        self._compile(params)
+        """Raises ValueError as making a constraint does, or if a first token is too much for it already.
+
+        Other threads run meanwhile.
+        """
+        matcher = self._compile(params)
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if mask:
+            matcher.consume_token((mask & -mask).bit_length() - 1)
+        if matcher.is_error():
+            raise ValueError(f"structured_outputs: {_reason(matcher.get_error())}")
 
     def _compile(self, params: StructuredOutputsParams) -> Any:
         """An LLMatcher; building one releases the interpreter's lock."""
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
         vocabulary, grammar = self._vocabulary(), self._grammar(params)
-        matcher = _with_large_stack(lambda: LLMatcher(vocabulary, grammar, log_level=0))
+        limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL)
+        matcher = _with_large_stack(lambda: LLMatcher(vocabulary, grammar, log_level=0, limits=limits))
         if matcher.is_error():
             raise ValueError(f"structured_outputs: {_reason(matcher.get_error())}")
         return matcher

@@ -35,6 +35,7 @@ class ServerBenchOptions:
         tokens: of an answer that comes whole.
         stream_tokens: of a streamed one.
         repeats: of each measurement.
+        rate: requests a second at which latency is measured; half of each side's own rate when 0.
         soak: instead, keep streams, slow readers and disconnects up for that many seconds, and watch for leaks.
         streams: at once in the soak.
     """
@@ -44,6 +45,7 @@ class ServerBenchOptions:
     tokens: int = 16
     stream_tokens: int = 256
     repeats: int = 3
+    rate: float = 0.0
     soak: float = 0.0
     streams: int = 1000
 
@@ -51,8 +53,9 @@ class ServerBenchOptions:
         for name in ("connections", "tokens", "stream_tokens", "repeats", "streams"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be >= 1")
-        if not self.seconds > 0 or self.soak < 0:
-            raise ValueError(f"seconds = {self.seconds} must be > 0, and soak = {self.soak} >= 0")
+        if not self.seconds > 0 or self.soak < 0 or self.rate < 0:
+            told = f"seconds = {self.seconds} must be > 0, soak = {self.soak} and rate = {self.rate} >= 0"
+            raise ValueError(told)
 
 
 def main(options: Annotated[ServerBenchOptions, tyro.conf.arg(name="")]) -> int:
@@ -70,7 +73,7 @@ def main(options: Annotated[ServerBenchOptions, tyro.conf.arg(name="")]) -> int:
 class Rates:
     """Of one side, one entry a repeat: requests a second; streamed tokens and events a second; latencies in seconds.
 
-    Latencies are those of requests for `tokens` tokens at half of the side's own rate, from the scheduled time.
+    Latencies are those of requests for `tokens` tokens at the rate of the options, from the scheduled time.
     """
 
     whole: list[float]
@@ -96,8 +99,8 @@ def run(options: ServerBenchOptions) -> dict[str, Rates]:
                 result = _run(closed_loop(port, streamed, connections=options.connections, seconds=options.seconds))
                 mine.streamed.append(_checked(result).requests * options.stream_tokens / result.seconds)
                 mine.events.append(result.events / result.seconds)
-                half = mine.whole[-1] / 2
-                result = _run(open_loop(port, whole, connections=256, rate=half, seconds=options.seconds))
+                rate = options.rate or mine.whole[-1] / 2
+                result = _run(open_loop(port, whole, connections=256, rate=rate, seconds=options.seconds))
                 mine.median_latency.append(_checked(result).percentile(0.5))
                 mine.p99_latency.append(result.percentile(0.99))
     return rates
@@ -140,12 +143,13 @@ def report(options: ServerBenchOptions, rates: dict[str, Rates], console: Consol
     table = Table(title=title, title_justify="left")
     for name in ("", *SIDES, "ratio"):
         table.add_column(name, justify="left" if not name else "right")
+    load = f"{options.rate:g} requests/s" if options.rate else "half the rate"
     rows = (
         (f"requests/s, {options.tokens} tokens each", "whole", 1.0, ",.0f"),
         (f"streamed tokens/s, {options.stream_tokens} tokens each", "streamed", 1.0, ",.0f"),
         ("events/s in those streams", "events", 1.0, ",.0f"),
-        ("median latency at half the rate, ms", "median_latency", 1e3, ",.2f"),
-        ("P99 latency at half the rate, ms", "p99_latency", 1e3, ",.2f"),
+        (f"median latency at {load}, ms", "median_latency", 1e3, ",.2f"),
+        (f"P99 latency at {load}, ms", "p99_latency", 1e3, ",.2f"),
     )
     for label, name, scale, form in rows:
         values = [[scale * value for value in getattr(rates[side], name)] for side in SIDES]

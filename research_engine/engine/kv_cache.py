@@ -27,7 +27,7 @@ from .plan_rules import check_plan
 from .request import RUNNING, Request, Status
 from .reservation import blocks_for
 
-_BLOCKS_CHECKED_PER_STEP = 16
+_BLOCKS_CHECKED_PER_STEP = 4
 
 
 class KVCache:
@@ -359,18 +359,23 @@ class KVCache:
                 held += request._computed
             elif request._block_ids:
                 raise IntegrityError(f"{request!r} holds device blocks {request._block_ids} without running")
-        for block, count in enumerate(self._refs):
+        counts = dict(enumerate(self._refs)) if len(refs) + self._refs.count(0) != self.num_blocks else refs
+        for block in counts:  # all of them only if one is wrong: block by block takes several times as long
+            count = self._refs[block] if 0 <= block < self.num_blocks else 0
             if refs[block] != count:
                 raise IntegrityError(f"block {block} has reference count {count}, but {refs[block]} holders")
-        idle = [*self._free, *self._evictable]
-        if sorted([*idle, *refs]) != list(range(self.num_blocks)):
+        everywhere = [*self._free, *self._evictable, *refs]
+        distinct = len(set(everywhere)) == len(everywhere) == self.num_blocks
+        if not distinct or min(everywhere) < 0 or max(everywhere) >= self.num_blocks:
             raise IntegrityError(f"used, evictable and free blocks do not add up to {self.num_blocks} distinct ones")
         if sorted(host) != list(range(self._config.num_host_blocks)):
             raise IntegrityError(f"host blocks do not add up to {self._config.num_host_blocks} distinct ones")
-        published = {block: digest for block, digest in enumerate(self._digest_of) if digest is not None}
-        if published != {block: digest for digest, block in self._block_of.items()}:
+        published = set(self._block_of.values())
+        if len(self._block_of) != self.num_blocks - self._digest_of.count(None) or any(
+            self._digest_of[block] != digest for digest, block in self._block_of.items()
+        ):
             raise IntegrityError("published blocks and digests are not one to one")
-        if any(block in published for block in self._free) or any(block not in published for block in self._evictable):
+        if not published.isdisjoint(self._free) or not published.issuperset(self._evictable):
             raise IntegrityError("free blocks must be unpublished and evictable ones published")
         extra = sum(count - 1 for count in refs.values())
         if (holders, held, extra) != (self.num_running, self._tokens_held, self._extra_refs):

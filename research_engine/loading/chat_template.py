@@ -47,7 +47,7 @@ class ChatTemplate:
             return self._template.render(known)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses this conversation: {error}") from error
-        except (TypeError, KeyError, AttributeError) as error:
+        except Exception as error:  # whatever its code meets in a conversation that it was not written for
             raise ValueError(f"the chat template fails on this conversation: {error}") from error
 
 

@@ -63,6 +63,7 @@ class Tokenizer:
             "bos_token": self._content(bos_token_id),
             "eos_token": self._content(next(iter(self.eos_token_ids), None)),
         }
+        self._config = {**tokens, "chat_template": chat_template}
         self._chat_template = None if chat_template is None else ChatTemplate(chat_template, tokens)
         self._adds_bos = bos_token_id is not None and self.encode("")[:1] == [bos_token_id]
         self._new_stream = decode_stream_factory(backend) if streams else _no_stream
@@ -132,6 +133,10 @@ class Tokenizer:
         """All of the tokenizer in the format of tokenizer.json."""
         text: str = self._backend.to_str()
         return text
+
+    def config(self) -> dict[str, str | None]:
+        """Its special tokens and chat template, by their names in tokenizer_config.json."""
+        return dict(self._config)
 
     def _content(self, token_id: int | None) -> str | None:
         token: str | None = None if token_id is None else self._backend.id_to_token(token_id)

@@ -48,7 +48,8 @@ class Access:
     """Who may ask, and how much.
 
     Args:
-        api_keys: any of which opens /v1, /tokenize, /detokenize and /server_info; none leaves the server open.
+        api_keys: any of which opens /v1, /tokenize, /detokenize, /tokenizer_info and /server_info; none leaves all
+            of them open.
         protects_all: every path but /health needs a key.
         max_body_bytes: of a request.
         max_header_bytes: of a request's head.
@@ -127,7 +128,7 @@ class ServerApp:
 
 
 def _guarded(path: str) -> bool:
-    return path.startswith("/v1") or path in ("/tokenize", "/detokenize", "/server_info")
+    return path.startswith("/v1") or path in ("/tokenize", "/detokenize", "/tokenizer_info", "/server_info")
 
 
 def _request_id(scope: Scope) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import difflib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from research_engine.server.engine_client import EngineClient
 from research_engine.server.errors import ApiError, invalid
@@ -16,7 +16,13 @@ from research_engine.structured_outputs import GrammarCompiler
 if TYPE_CHECKING:
     from research_engine.loading.tokenizer import Tokenizer
 
-IN_A_THREAD = 8192  # characters from which a text is encoded beside the event loop
+T = TypeVar("T")
+_IN_A_THREAD = 8192  # characters, bytes or tokens from which work is done beside the event loop
+
+
+async def off_the_loop(size: int, work: Callable[[], T]) -> T:
+    """What `work` returns. Large work runs in a thread, so that other requests go on meanwhile."""
+    return work() if size < _IN_A_THREAD else await asyncio.to_thread(work)
 
 
 @dataclass
@@ -82,16 +88,18 @@ class ServerContext:
             self._grammars = GrammarCompiler(self.require_tokenizer(), self.client.ready.vocab_size)
         return self._grammars
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; a long text is encoded in a thread.
+    async def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of texts.
 
         Raises:
-            ApiError: 400, the text is no valid Unicode.
+            ApiError: 400, a text is no valid Unicode.
         """
+        if not texts:
+            return []
         tokenizer = self.require_tokenizer()
         try:
-            if len(text) < IN_A_THREAD:
-                return tokenizer.encode(text, add_special_tokens)
-            return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+            return await off_the_loop(
+                sum(map(len, texts)), lambda: [tokenizer.encode(text, add_special_tokens) for text in texts]
+            )
         except ValueError:
             raise invalid("the text is no valid Unicode: it holds a lone surrogate", "prompt") from None

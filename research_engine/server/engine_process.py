@@ -221,9 +221,13 @@ class EngineLoop:
             del self._groups[key]
 
     def _report(self, deltas: list[Delta]) -> None:
+        """Send what is new. Summaries of steps alone wait for a snapshot: nobody need be woken for each of them."""
         now = time.perf_counter()
+        due = not self._engine.has_unfinished or now - self._last_snapshot > _SNAPSHOT_SECONDS
+        if not deltas and not due:
+            return
         snapshot = None
-        if not self._engine.has_unfinished or now - self._last_snapshot > _SNAPSHOT_SECONDS:
+        if due:
             self._last_snapshot, self._stale = now, False
             view = self._engine.view()
             snapshot = self._records.snapshot(view.num_running, view.num_waiting, self._engine.kv_cache.num_used_blocks)
@@ -268,6 +272,7 @@ def main(source: EngineSource, sock: socket.socket, log_level: int = logging.INF
         records.num_blocks = parts.engine.config.num_blocks
         gc.collect()
         gc.freeze()  # what was loaded stays; no collection need look at it
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a service manager sends it to all processes; see above
         end.send(_ready(parts))
         serving = True
         EngineLoop(parts, records, end).run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import gc
 import importlib.metadata
 import ipaddress
 import logging
@@ -123,6 +124,8 @@ class Serving:
         written = _write_resolved(resolved, server)
         self._http = _HttpServer(self._uvicorn_config(app, access), lambda: self._announce(bound, written))
         self._handle_signals()
+        gc.collect()
+        gc.freeze()  # what was imported and loaded stays; no collection need look at it while requests wait
         await self._http.serve(sockets=[bound])
         for task in self._tasks:
             task.cancel()

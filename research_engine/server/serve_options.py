@@ -41,7 +41,8 @@ class ServerOptions:
         max_logprobs: most probable tokens that a request may ask for beside each token.
         max_body_mib: MiB of a request's body.
         max_header_kib: KiB of a request's head.
-        client_timeout: seconds that a client may leave what was sent to it unread before it is cut.
+        client_timeout: seconds that a client may leave what was sent to it unread, or take to send a body, before it is
+            cut.
         shutdown_timeout: seconds that running requests get when the server is told to end.
         restart_engine: how often an engine process that died is started again before the server ends, too.
         enable_prompt_tokens_details: usage says how many prompt tokens the prefix cache held.
@@ -157,7 +158,7 @@ def _chunked_prefill(values: dict[str, Any]) -> None:
 
 
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "quantization": ((None, "none"), "quantised weights are not supported by this engine"),
+    "quantization": ((None, "none"), "the checkpoint says how its weights are quantised"),
     "kv_cache_dtype": (("auto",), "the KV cache has the model's dtype"),
     "tensor_parallel_size": ((1,), "one device is supported"),
     "task": (("auto", "generate"), "models that generate are supported"),

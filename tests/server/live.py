@@ -52,6 +52,15 @@ class LiveServer:
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
+    @property
+    def engine_pid(self) -> int:
+        """The process id of the engine, a child of the server's."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        for child in children:
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+        raise AssertionError("there is no engine process")
+
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE)
 
@@ -84,10 +93,11 @@ class LiveServer:
         assert answer.status == 200, answer.body
         return answer.json()
 
-    def send(self, *, receive_buffer: int = 0, **fields: Any) -> socket.socket:
+    def send(self, *, receive_buffer: int = 0, headers: dict[str, str] | None = None, **fields: Any) -> socket.socket:
         """A completion under way; the connection can be read, left unread or closed."""
         body = json.dumps({"prompt": "a", "max_tokens": 8000, **fields}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         connection = socket.socket()
         if receive_buffer:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)

@@ -32,7 +32,8 @@ def ask(access: Access, method: str, path: str, **request: Any) -> httpx.Respons
 KEYED = Access(api_keys=["first", "second"])
 PATHS = [
     ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/v1/embeddings"), ("POST", "/tokenize"),
-    ("POST", "/detokenize"), ("GET", "/v1/models"), ("GET", "/server_info"), ("GET", "/v1/nothing"),
+    ("POST", "/detokenize"), ("GET", "/v1/models"), ("GET", "/server_info"), ("GET", "/tokenizer_info"),
+    ("GET", "/v1/nothing"),
 ]  # fmt: skip
 
 

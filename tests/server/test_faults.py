@@ -59,7 +59,7 @@ def test_an_engine_that_is_killed_is_started_again_where_that_is_wanted(tmp_path
     with ThreadPoolExecutor() as pool:
         lost = pool.submit(server.post, TEXT, {"prompt": "a", "max_tokens": 8000})
         server.wait_until(lambda stats: stats["running"] == 1)
-        os.kill(engine_of(server), signal.SIGKILL)
+        os.kill(server.engine_pid, signal.SIGKILL)
         answer = lost.result(DEADLINE)
         assert (answer.status, answer.error["code"]) == (503, "engine_dead")
         assert answer.headers["retry-after"]
@@ -71,18 +71,9 @@ def test_an_engine_that_is_killed_is_started_again_where_that_is_wanted(tmp_path
     assert server.stop() == 0
 
 
-def engine_of(server: LiveServer) -> int:
-    """The process id of the engine, a child of the server's."""
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    for child in children:
-        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-            return int(child)
-    raise AssertionError("there is no engine process")
-
-
 def test_the_engine_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
     server = start(tmp_path / "log", "slow", engine=SLOW)
-    engine = os.pidfd_open(engine_of(server))
+    engine = os.pidfd_open(server.engine_pid)
     server.process.kill()
     server.process.wait(DEADLINE)
     signalled = select_readable(engine)

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -18,6 +19,8 @@ import schemathesis
 from tests.server.live import DEADLINE, STUB, LiveServer, start
 
 SMALL = {"max_tokens": 4, "max_completion_tokens": 4, "n": 2}  # else a made-up request asks for thousands of tokens
+
+SOUND: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "prompt": "hello", "tokens": [65]}
 
 
 def fuzz(server: LiveServer, path: str, number: int) -> Counter[int]:
@@ -30,12 +33,14 @@ def fuzz(server: LiveServer, path: str, number: int) -> Counter[int]:
         max_examples=number, deadline=None, database=None, derandomize=True,
         suppress_health_check=list(hypothesis.HealthCheck), phases=[hypothesis.Phase.generate],
     )  # fmt: skip
-    @hypothesis.given(case=operation.as_strategy(), kept=st.sets(st.integers(0, 40), max_size=4))
-    def send(case: schemathesis.Case, kept: set[int]) -> None:
+    @hypothesis.given(case=operation.as_strategy(), kept=st.sets(st.integers(0, 40), max_size=4), sound=st.booleans())
+    def send(case: schemathesis.Case, kept: set[int], sound: bool) -> None:
         if isinstance(case.body, dict):
             needed = ("prompt", "messages", "input", "tokens")  # with all fields at random, one is always wrong
             names = [name for at, name in enumerate(case.body) if at in kept or name in needed]
             case.body = {name: case.body[name] for name in names}
+            if sound:  # a made-up conversation never is one, and the other fields would not be looked at
+                case.body.update({name: value for name, value in SOUND.items() if name in case.body})
             for name, most in SMALL.items():
                 if isinstance(case.body.get(name), int):
                     case.body[name] = min(case.body[name], most)

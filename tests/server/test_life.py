@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import time
@@ -108,6 +109,17 @@ def test_a_signal_lets_running_requests_end_and_the_exit_code_is_0(tmp_path: Pat
     assert server.process.wait(DEADLINE) == 0
     with pytest.raises(ConnectionRefusedError):
         server.get("/health")
+
+
+def test_a_signal_to_all_processes_of_the_server_lets_running_requests_end_too(tmp_path: Path) -> None:
+    server = start(tmp_path / "log", "slow", engine=SLOW)
+    with ThreadPoolExecutor() as pool:
+        whole = pool.submit(server.complete, prompt="a", max_tokens=40)
+        server.wait_until(lambda stats: stats["running"] == 1)
+        os.kill(server.engine_pid, signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
+        assert whole.result(DEADLINE)["usage"]["completion_tokens"] == 40
+    assert server.process.wait(DEADLINE) == 0
 
 
 def test_what_runs_beyond_the_limit_ends_with_an_error_and_the_exit_code_is_0(tmp_path: Path) -> None:

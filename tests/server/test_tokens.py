@@ -24,3 +24,11 @@ def test_wrong_requests_name_the_field(server: LiveServer) -> None:
     ):
         answer = server.post(path, body)
         assert (answer.status, answer.error["param"]) == (400, param)
+
+
+def test_the_tokenizers_configuration_is_told_as_remote_clients_want_it(server: LiveServer) -> None:
+    config = server.get("/tokenizer_info").json()
+    assert (config["bos_token"], config["eos_token"]) == ("<|im_start|>", "<|im_end|>")
+    assert "add_generation_prompt" in config["chat_template"]
+    (begin,) = server.post("/tokenize", {"prompt": config["bos_token"], "add_special_tokens": False}).json()["tokens"]
+    assert begin == 257

@@ -169,5 +169,8 @@ async def stream(
 def _check_served(deltas: list[Delta]) -> None:
     for delta in deltas:
         if delta.finish is not None and delta.finish.reason in HIDDEN_REASONS:
-            reason = "the output could not be kept to its form" if delta.finish.reason == "error" else "it was aborted"
-            raise ApiError(500, f"the request was not served: {reason}", code="engine_error")
+            if delta.finish.reason == "error":  # a form that is refused before the first token seldom gets here
+                raise ApiError(
+                    400, "the output could not be kept to its form: it is too complex", code="form_too_complex"
+                )
+            raise ApiError(500, "the request was not served: it was aborted", code="engine_error")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
@@ -22,7 +21,7 @@ from research_engine.server.api.answers import (
 from research_engine.server.api.conversation import check_tools, template_messages
 from research_engine.server.api.token_texts import TokenTexts
 from research_engine.server.api.tool_calls import ToolCall, ToolCallStream, parse
-from research_engine.server.context import IN_A_THREAD, ServerContext
+from research_engine.server.context import ServerContext, off_the_loop
 from research_engine.server.engine_client import Generation
 from research_engine.server.errors import decoded, invalid
 from research_engine.server.http import Call
@@ -48,6 +47,7 @@ async def chat_completions(context: ServerContext, call: Call) -> None:
     prompt = await chat_prompt(
         context,
         request.messages,
+        size=len(call.body),
         add_generation_prompt=request.add_generation_prompt is not False,
         tools=request.tools if names else None,
         variables=request.chat_template_kwargs or {},
@@ -70,11 +70,15 @@ async def chat_prompt(
     context: ServerContext,
     messages: list[dict[str, Any]],
     *,
+    size: int,
     add_generation_prompt: bool,
     tools: list[dict[str, Any]] | None = None,
     variables: dict[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a conversation.
+
+    Args:
+        size: bytes of the request.
 
     Raises:
         ApiError: 400, the messages are wrong, or the template refuses them.
@@ -88,9 +92,7 @@ async def chat_prompt(
         return tokenizer.apply_chat_template(made, add_generation_prompt, **known)
 
     try:
-        if sum(len(message["content"]) for message in made) < IN_A_THREAD:
-            return encode()
-        return await asyncio.to_thread(encode)
+        return await off_the_loop(size, encode)
     except (ValueError, TypeError) as error:
         raise invalid(str(error), "messages") from None
 

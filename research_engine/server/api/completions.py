@@ -30,6 +30,7 @@ from research_engine.server.wire import Delta
 _decoder = msgspec.json.Decoder(CompletionRequest)
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_PROMPTS = 2048
+MAX_CONTINUATIONS = 8192  # of all prompts of a request
 
 
 async def completions(context: ServerContext, call: Call) -> None:
@@ -52,6 +53,9 @@ async def completions(context: ServerContext, call: Call) -> None:
         prompt_logprobs=_prompt_logprobs(request),
         form=form,
     )
+    if len(prompts) * sampling.n > MAX_CONTINUATIONS:
+        most = MAX_CONTINUATIONS // len(prompts)
+        raise invalid(f"n = {sampling.n}: with {len(prompts)} prompts it can be at most {most}", "n")
     await check_form(context, form, request)
     answer_id = new_id("cmpl")
     streamed = bool(request.stream)
@@ -101,8 +105,10 @@ async def _prompts(context: ServerContext, request: CompletionRequest) -> tuple[
     for item in many:
         if isinstance(item, list):
             context.check_token_ids(item, "prompt")
-    ids: list[Any] = [await context.encode(item, add_special) if isinstance(item, str) else item for item in many]
-    return [item if isinstance(item, str) else None for item in many], ids
+    texts = [item if isinstance(item, str) else None for item in many]
+    encoded = iter(await context.encode([text for text in texts if text is not None], add_special))
+    ids: list[Any] = [next(encoded) if isinstance(item, str) else item for item in many]
+    return texts, ids
 
 
 class _Answer:

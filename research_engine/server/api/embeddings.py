@@ -58,7 +58,8 @@ async def _inputs(context: ServerContext, request: EmbeddingRequest) -> list[lis
     for item in many:
         if isinstance(item, list):
             context.check_token_ids(item, "input")
-    prompts = [await context.encode(item) if isinstance(item, str) else item for item in many]
+    encoded = iter(await context.encode([item for item in many if isinstance(item, str)]))
+    prompts = [next(encoded) if isinstance(item, str) else item for item in many]
     if not all(prompts):
         raise invalid("input holds an empty text", "input")
     return prompts

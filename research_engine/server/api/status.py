@@ -1,4 +1,4 @@
-"""The endpoints that only read: models, health, version, metrics, the timeline and the server's configuration."""
+"""The endpoints that only read: models, health, version, metrics, the timeline, the tokenizer and the configuration."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ def status_router(context: ServerContext, resolved: dict[str, Any]) -> APIRouter
     @router.get("/server_info", summary="Options, versions and sizes that the server was started with")
     async def server_info() -> JSONResponse:
         return JSONResponse(resolved)
+
+    @router.get("/tokenizer_info", summary="Special tokens and chat template, by their names in tokenizer_config.json")
+    async def tokenizer_info() -> JSONResponse:
+        return JSONResponse({"tokenizer_class": "PreTrainedTokenizerFast", **context.require_tokenizer().config()})
 
     @router.get("/v1/models", summary="The names that requests may use")
     async def models() -> JSONResponse:
