@@ -172,17 +172,20 @@ class System:
         """One run at `rate` requests per second, of `copies` times the layout.
 
         Every copy gets the workload's number of requests, and twice as many until the arrivals last eight times as long
-        as a request is served for: a shorter run ends before the system is full.
+        as a request is served for: a shorter run ends before the system is full. One that breaks a limit on runs while
+        the system still fills is not made longer.
         """
         count = self.settings.workload.num_requests * copies
         for _ in range(MOST_LENGTHENED):
             arrivals = [replace(arrival, time=arrival.time / rate) for arrival in self._stream(seed, count)]
             gaps = Gaps() if self.limits.itl_p99 is not None else None
             report = self._cluster(self.layout.times(copies), gaps).run(arrivals)
-            if arrivals[-1].time - arrivals[0].time >= FULL_AFTER * metrics.service_seconds(report.requests):
+            load = _load_of(report, rate, self.slo, gaps, self.limits)
+            is_full = arrivals[-1].time - arrivals[0].time >= FULL_AFTER * metrics.service_seconds(report.requests)
+            if is_full or not load.keeps_run_limits:
                 break
             count *= 2
-        return _load_of(report, rate, self.slo, gaps, self.limits)
+        return load
 
     def most(self, seed: int) -> float:
         """Requests per second that one layout serves when all come at once: no rate above it can last."""

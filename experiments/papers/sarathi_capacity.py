@@ -59,8 +59,8 @@ def capacities(model: str, requests: int = REQUESTS) -> dict[str, dict[str, floa
     out = {}
     for name, policy in SYSTEMS.items():
         settings = TrialSettings.model_validate({**SETTINGS, **own, **policy, "workload": workload})
-        # any limit on gaps makes the system keep them
-        searched = _Searched(System(settings, metrics.SLO(), limits=RunLimits(itl_p99=max(limits.values()))))
+        loosest = RunLimits(itl_p99=max(limits.values()), queueing_p50=QUEUEING_P50)
+        searched = _Searched(System(settings, metrics.SLO(), limits=loosest))
         out[name] = {limit: searched.capacity(seconds) for limit, seconds in limits.items()}
     return out
 
