@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
-import importlib.util
-import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from research_engine.engine.contract import Scheduler
+from research_engine.plugins import callable_from_file, nearest_first
 
 ENTRY_POINT_GROUP = "research_engine.schedulers"
 BUILT_IN = {
@@ -53,7 +51,7 @@ def create(name: str, **parameters: Any) -> Scheduler:
     valid = _parameters(policy)
     for key in parameters:
         if key not in valid:
-            raise ValueError(f"scheduler {name!r} has no parameter {key!r}; {_nearest_first(key, valid)}")
+            raise ValueError(f"scheduler {name!r} has no parameter {key!r}; {nearest_first(key, valid)}")
     try:
         scheduler = policy(**parameters)
     except ValueError:
@@ -72,7 +70,7 @@ def find(name: str) -> Callable[..., Scheduler]:
     """The class behind a name. Raises ValueError as `create` does."""
     path, colon, attribute = name.rpartition(":")
     if colon and path.endswith(".py"):
-        return _from_file(Path(path).expanduser(), attribute)
+        return callable_from_file(Path(path).expanduser(), attribute, kind="scheduler", method="schedule")
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
@@ -85,26 +83,7 @@ def find(name: str) -> Callable[..., Scheduler]:
                 raise ValueError(f"scheduler {name!r} of an installed package cannot be loaded: {what}") from error
             return found
     hint = " A policy of your own is named path/to/file.py:ClassName."
-    raise ValueError(f"no scheduler {name!r}; {_nearest_first(name, available())}.{hint}")
-
-
-def _from_file(path: Path, attribute: str) -> Callable[..., Scheduler]:
-    if not path.is_file():
-        raise ValueError(f"no file {str(path)!r} to take the scheduler {attribute!r} from")
-    module_name = f"research_engine_user_scheduler_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
-    found = getattr(module, attribute, None)
-    if not callable(found):
-        classes = [key for key, value in vars(module).items() if isinstance(value, type) and hasattr(value, "schedule")]
-        raise ValueError(f"{path} has no class {attribute!r}; {_nearest_first(attribute, classes)}")
-    return found
+    raise ValueError(f"no scheduler {name!r}; {nearest_first(name, available())}.{hint}")
 
 
 def _parameters(policy: Callable[..., Scheduler]) -> list[str]:
@@ -112,9 +91,3 @@ def _parameters(policy: Callable[..., Scheduler]) -> list[str]:
         return [entry.name for entry in dataclasses.fields(policy) if entry.init]
     code = getattr(getattr(policy, "__init__", None), "__code__", None)
     return list(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]) if code is not None else []
-
-
-def _nearest_first(wrong: str, valid: list[str]) -> str:
-    near = difflib.get_close_matches(wrong, valid, n=len(valid) or 1, cutoff=0.5)
-    names = [*near, *(name for name in valid if name not in near)]
-    return f"valid ones, nearest first: {', '.join(names)}" if names else "it takes none"

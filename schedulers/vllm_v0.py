@@ -1,6 +1,8 @@
 """Prompts first and never together with decodes: the scheduler of vLLM before version 1.
 
-Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023, section 4.5.
+Preemption and swapping are those of Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+PagedAttention", SOSP 2023, section 4.5. The system of the paper itself put the prompts and decodes of an iteration into
+one step (section 4.3), as `fcfs` does.
 """
 
 from __future__ import annotations

@@ -144,4 +144,4 @@ def _label(name: str, sustained: Sustained | None) -> str:
 
 
 Computed = Callable[[], PaperTable]
-"""A reproduction that runs no engine: its table follows from published data or a formula."""
+"""A reproduction that is no grid of trials: its table follows from published data, a formula or a search."""

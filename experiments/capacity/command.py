@@ -15,9 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.capacity.search import Capacity, Copies, find_capacity, find_copies
-from experiments.capacity.system import Layout, Load, System
+from experiments.capacity.system import Layout, Load, RunLimits, System
 from experiments.config import TrialSettings
 from research_engine import metrics
+
+OF_REQUESTS = ("ttft", "tpot", "e2e")
+"""Limits that a share of the requests has to keep."""
+OF_RUNS = ("itl_p99", "queueing_p50")
+"""Limits on a run as a whole."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class CapacityOptions:
         tpot: limit in seconds.
         e2e: limit in seconds.
         attainment: share of the requests that must keep every limit.
+        itl_p99: limit in seconds on the 99th percentile of all gaps between tokens of a run.
+        queueing_p50: limit in seconds on the median queueing delay of a run.
         lengths: as in an experiment's workload.lengths.
         requests: of each run; a longer run sees slower growth of the queue.
         seeds: runs of the search with other arrivals and lengths, for the interval.
@@ -67,6 +74,8 @@ class CapacityOptions:
     tpot: float | None = None
     e2e: float | None = None
     attainment: float = 0.9
+    itl_p99: float | None = None
+    queueing_p50: float | None = None
     lengths: str = "{source: lognormal}"
     requests: int = 1000
     seeds: int = 3
@@ -75,8 +84,8 @@ class CapacityOptions:
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.ttft is None and self.tpot is None and self.e2e is None:
-            raise ValueError("no limit is given: set ttft, tpot or e2e, in seconds")
+        if all(getattr(self, name) is None for name in (*OF_REQUESTS, *OF_RUNS)):
+            raise ValueError(f"no limit is given: set {', '.join(OF_REQUESTS)}, {' or '.join(OF_RUNS)}, in seconds")
         if not 0 < self.attainment <= 1:
             raise ValueError(f"attainment = {self.attainment!r}: must be a share > 0 and <= 1")
         if not 0 < self.tolerance < 1:
@@ -151,7 +160,7 @@ def make_system(options: CapacityOptions) -> System:
         bandwidth = load_sheet(options.gpu).gpu_link_bandwidth
     layout = Layout(options.replicas, options.prefill, options.router, bandwidth, options.link_ms * 1e-3)
     slo = metrics.SLO(ttft=options.ttft, tpot=options.tpot, e2e=options.e2e)
-    return System(settings, slo, layout)
+    return System(settings, slo, layout, RunLimits(itl_p99=options.itl_p99, queueing_p50=options.queueing_p50))
 
 
 def runs_table(options: CapacityOptions, system: System, found: Capacity) -> Table:
@@ -182,12 +191,13 @@ def verdict(load: Load, attainment: float) -> str:
 
 def sentences(options: CapacityOptions, found: Capacity, copies: Copies | None) -> list[str]:
     """What was found, in words."""
-    limits = ", ".join(
-        f"{name.upper()} <= {getattr(options, name):g} s"
-        for name in ("ttft", "tpot", "e2e")
-        if getattr(options, name) is not None
-    )
-    wanted = f"{options.attainment:.0%} of the requests with {limits}"
+    of_requests, of_runs = (
+        ", ".join(f"{name.upper().replace('_', ' ')} <= {getattr(options, name):g} s"
+                  for name in names if getattr(options, name) is not None)
+        for names in (OF_REQUESTS, OF_RUNS)
+    )  # fmt: skip
+    each = f"{options.attainment:.0%} of the requests with {of_requests}" if of_requests else ""
+    wanted = " and ".join(part for part in (each, of_runs) if part)
     if found.interval.mean == 0:
         return [f"no rate meets the limits ({wanted}): a request alone misses them"]
     mean, low, high = found.interval

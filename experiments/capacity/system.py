@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from experiments.config import ConfigError, TrialSettings
@@ -10,6 +12,7 @@ from experiments.workloads import build_workload
 from research_engine import metrics
 from research_engine.engine.driver import Arrival
 from research_engine.engine.engine import Engine
+from research_engine.engine.records import StepRecord
 from research_engine.simulation.cluster.cluster import Cluster, ClusterReport
 from research_engine.simulation.cluster.disaggregated import Disaggregated, KVLink
 from research_engine.simulation.routers import create_router
@@ -55,6 +58,33 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class RunLimits:
+    """Limits in seconds on a run as a whole, where an SLO limits each request; None asks for nothing.
+
+    Args:
+        itl_p99: on the 99th percentile of all gaps between tokens (TBT in Sarathi-Serve).
+        queueing_p50: on the median queueing delay.
+
+    Raises:
+        ValueError: a limit is no positive number.
+    """
+
+    itl_p99: float | None = None
+    queueing_p50: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("itl_p99", "queueing_p50"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} = {value!r}: must be seconds > 0")
+
+    def are_met(self, itl_p99: float, queueing_p50: float) -> bool:
+        """NaN, of a run without such values, exceeds nothing."""
+        of = ((itl_p99, self.itl_p99), (queueing_p50, self.queueing_p50))
+        return not any(limit is not None and value > limit for value, limit in of)
+
+
+@dataclass(frozen=True)
 class Load:
     """What came out under one rate and seed.
 
@@ -62,7 +92,8 @@ class Load:
         rate: requests per second offered.
         attainment: share of all requests that met every limit.
         trend: whether the queue grows, and by how many requests per second.
-        latencies: of completed requests, as `metrics.latency_summary` gives them.
+        latencies: of completed requests, as `metrics.latency_summary` gives them; of gaps between tokens only where
+            they are limited.
         output_throughput: tokens per second of completed requests.
         busy: mean share of the time in which engines were in a step.
     """
@@ -73,10 +104,40 @@ class Load:
     latencies: dict[str, dict[str, float]]
     output_throughput: float
     busy: float
+    limits: RunLimits = RunLimits()
 
     def meets(self, attainment: float) -> bool:
-        """Enough requests met the limits, and the queue stands."""
-        return self.attainment >= attainment and not self.trend.grows
+        """Enough requests met the limits, the run as a whole met its own, and the queue stands."""
+        return self.attainment >= attainment and self.keeps_run_limits and not self.trend.grows
+
+    def under(self, limits: RunLimits) -> Load:
+        """The same run, judged by other limits on it as a whole."""
+        return replace(self, limits=limits)
+
+    @property
+    def keeps_run_limits(self) -> bool:
+        """Whether the run as a whole kept its limits."""
+        return self.limits.are_met(self._point("itl", "p99"), self._point("queueing_delay", "p50"))
+
+    def _point(self, latency: str, point: str) -> float:
+        return self.latencies.get(latency, {}).get(point, math.nan)
+
+
+class Gaps:
+    """Folds steps into the gaps between each request's tokens, over all engines that serve it. Mutated by `add`."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._latest: dict[str, float] = {}
+
+    def add(self, step: StepRecord) -> None:
+        latest, now = self._latest, step.executed
+        for request_id, drew in zip(step.request_ids, step.drew, strict=True):
+            if drew:
+                before = latest.get(request_id)
+                if before is not None:
+                    self.seconds.append(now - before)
+                latest[request_id] = now
 
 
 @dataclass
@@ -85,8 +146,9 @@ class System:
 
     Args:
         settings: of every engine; its workload's arrivals are not looked at, since `load` brings the rate.
-        slo: the limits.
+        slo: the limits on each request.
         layout: how many engines.
+        limits: on a run as a whole.
 
     Raises:
         ConfigError, LoadError: model, sheet or profile cannot be had.
@@ -95,6 +157,7 @@ class System:
     settings: TrialSettings
     slo: metrics.SLO
     layout: Layout = field(default_factory=Layout)
+    limits: RunLimits = field(default_factory=RunLimits)
 
     def __post_init__(self) -> None:
         self._backend = SimulatedBackend(progress=False)
@@ -109,16 +172,20 @@ class System:
         """One run at `rate` requests per second, of `copies` times the layout.
 
         Every copy gets the workload's number of requests, and twice as many until the arrivals last eight times as long
-        as a request is served for: a shorter run ends before the system is full.
+        as a request is served for: a shorter run ends before the system is full. One that breaks a limit on runs while
+        the system still fills is not made longer.
         """
         count = self.settings.workload.num_requests * copies
         for _ in range(MOST_LENGTHENED):
             arrivals = [replace(arrival, time=arrival.time / rate) for arrival in self._stream(seed, count)]
-            report = self._cluster(self.layout.times(copies)).run(arrivals)
-            if arrivals[-1].time - arrivals[0].time >= FULL_AFTER * metrics.service_seconds(report.requests):
+            gaps = Gaps() if self.limits.itl_p99 is not None else None
+            report = self._cluster(self.layout.times(copies), gaps).run(arrivals)
+            load = _load_of(report, rate, self.slo, gaps, self.limits)
+            is_full = arrivals[-1].time - arrivals[0].time >= FULL_AFTER * metrics.service_seconds(report.requests)
+            if is_full or not load.keeps_run_limits:
                 break
             count *= 2
-        return _load_of(report, rate, self.slo)
+        return load
 
     def most(self, seed: int) -> float:
         """Requests per second that one layout serves when all come at once: no rate above it can last."""
@@ -145,14 +212,14 @@ class System:
             self._streams[seed, count] = sorted(workload.arrivals, key=lambda arrival: arrival.time)
         return self._streams[seed, count]
 
-    def _engines(self, count: int) -> list[Engine]:
+    def _engines(self, count: int, on_step: Callable[[StepRecord], None] | None) -> list[Engine]:
         engines = [self._backend.engine(self.settings, 0) for _ in range(count)]
         for engine in engines:
-            engine.records = StreamedRecords()
+            engine.records = StreamedRecords(on_step=on_step)
         return engines
 
-    def _cluster(self, layout: Layout) -> Cluster:
-        engines = self._engines(layout.num_engines)
+    def _cluster(self, layout: Layout, gaps: Gaps | None = None) -> Cluster:
+        engines = self._engines(layout.num_engines, None if gaps is None else gaps.add)
         router = create_router(layout.router)
         if not layout.prefill:
             return Cluster(engines, router)
@@ -163,18 +230,22 @@ class System:
         return Disaggregated(first, rest, router, create_router(layout.router), link)
 
 
-def _load_of(report: ClusterReport, rate: float, slo: metrics.SLO) -> Load:
+def _load_of(report: ClusterReport, rate: float, slo: metrics.SLO, gaps: Gaps | None, limits: RunLimits) -> Load:
     requests = report.requests
     done = [record for record in requests if metrics.is_completed(record)]
     span = report.end - report.start
+    of_requests = (
+        ("ttft", metrics.ttft), ("tpot", metrics.tpot), ("e2e", metrics.e2e), ("queueing_delay", metrics.queueing_delay)
+    )  # fmt: skip
+    latencies = {name: metrics.percentiles(map(metric, done)) for name, metric in of_requests}
+    if gaps is not None:
+        latencies["itl"] = metrics.percentiles(gaps.seconds)
     return Load(
         rate=rate,
         attainment=sum(map(slo.is_met, requests)) / len(requests),
         trend=metrics.queue_trend(requests),
-        latencies={
-            name: metrics.percentiles(map(metric, done))
-            for name, metric in (("ttft", metrics.ttft), ("tpot", metrics.tpot), ("e2e", metrics.e2e))
-        },
+        latencies=latencies,
         output_throughput=sum(record.output_tokens for record in done) / span if span > 0 else 0.0,
         busy=sum(report.busy) / len(report.busy),
+        limits=limits,
     )

@@ -1,4 +1,4 @@
-"""Reproductions that run no engine: their tables follow from published data or from lengths alone."""
+"""Reproductions that are no grid of trials: their tables follow from published data, from lengths, or from a search."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 
 from experiments.analysis.paper_table import Computed
 from experiments.config import ConfigError
-from experiments.papers import pagedattention_fig_15, vtc_table_2
+from experiments.papers import pagedattention_fig_15, pagedattention_fig_19a, sarathi_capacity, vtc_table_2
 
 COMPUTED: dict[str, tuple[str, Computed]] = {
     "papers/pagedattention_fig_15": (pagedattention_fig_15.DESCRIPTION, pagedattention_fig_15.table),
+    "papers/pagedattention_fig_19a": (pagedattention_fig_19a.DESCRIPTION, pagedattention_fig_19a.table),
+    "papers/sarathi_capacity": (sarathi_capacity.DESCRIPTION, sarathi_capacity.table),
     "papers/vtc_table_2": (vtc_table_2.DESCRIPTION, vtc_table_2.table),
 }
 """Name -> description, and what makes the table."""
@@ -28,7 +30,7 @@ def run_computed(name: str, words: Sequence[str], out: Path) -> int:
         ConfigError: a word was given, or data that the table is made of is not there.
     """
     if words:
-        raise ConfigError(f"{name}: {words[0]!r}: it follows from data and a formula and has no settings")
+        raise ConfigError(f"{name}: {words[0]!r}: it is made in one way alone and has no settings")
     table = COMPUTED[name][1]()
     table.write(out)
     print(table.markdown())

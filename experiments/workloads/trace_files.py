@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +13,7 @@ from pydantic import Field
 from experiments.settings import nearest_first
 from experiments.workloads.fits import FitName, shipped_fits
 from experiments.workloads.samples import Bounds, Encoder, Lengths, Sample, WorkloadError, first_kept
+from research_engine.datasets.record_file import read_records
 
 TRACES = "RESEARCH_ENGINE_TRACES"  # names the folder; `run.py --traces` sets it
 Row = dict[str, Any]
@@ -47,17 +46,10 @@ def rows(path: Path) -> Iterator[Row]:
     Raises:
         WorkloadError: the file has another suffix, cannot be read, or a line of it is no JSON object.
     """
-    if path.suffix not in (".csv", ".jsonl"):
-        raise WorkloadError(f"{path}: lengths are read from .csv and .jsonl files")
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            lines = (json.loads(line) for line in file if line.strip())
-            for index, row in enumerate(csv.DictReader(file) if path.suffix == ".csv" else lines, 1):
-                if not isinstance(row, dict):
-                    raise WorkloadError(f"{path.name}, record {index}: {row!r} is no JSON object")
-                yield row
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
-        raise WorkloadError(f"{path}: cannot be read: {error}") from error
+        yield from read_records(path)
+    except ValueError as error:
+        raise WorkloadError(str(error)) from error
 
 
 def field(row: Row, column: str, where: str) -> Any:

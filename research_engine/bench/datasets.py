@@ -13,8 +13,8 @@ import numpy as np
 
 from research_engine.bench.prompts import PromptMaker, TokenizerLike, stream
 from research_engine.bench.serve_options import DatasetOptions
-from research_engine.bench.sharegpt import packaged_file, read_turns
 from research_engine.bench.traces import TraceRow, read_trace
+from research_engine.datasets.sharegpt import ConversationFile, packaged_file
 
 _SHARE_GPT_BOUNDS = {"min_tokens": 4, "max_prompt": 1024, "max_total": 2048}  # those of the usual benchmarks
 _BLOCK = 512  # tokens of a Mooncake prefix block
@@ -131,7 +131,10 @@ def _sharegpt(options: DatasetOptions, seed: int, tokenizer: TokenizerLike | Non
     if tokenizer is None:
         raise ValueError("dataset-name sharegpt: needs a tokenizer, to know how long its answers are")
     path = packaged_file() if options.dataset_path is None else _existing(options.dataset_path)
-    turns = list(read_turns(path))
+    file = ConversationFile(path)
+    turns = list(file)
+    if file.fault is not None and not file.records:
+        raise ValueError(f"{path}: {file.fault}")
     found: list[Sample] = []
     order = iter(stream(seed, "order").permutation(len(turns)).tolist())
 

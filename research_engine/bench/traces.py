@@ -8,13 +8,13 @@ num_decode_tokens, no times), and plain prompt_tokens, output_tokens and arrival
 
 from __future__ import annotations
 
-import csv
 import datetime
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from research_engine.datasets.record_file import read_records
 
 
 class TraceRow(NamedTuple):
@@ -62,7 +62,7 @@ def read_trace(path: Path) -> list[TraceRow]:
         ValueError: the file cannot be read, is of no form that is known, or a row has no numbers; names the record.
     """
     rows: list[TraceRow] = []
-    for index, record in enumerate(_records(path), 1):
+    for index, record in enumerate(read_records(path), 1):
         form = next((form for form in _FORMS if form.prompt in record and form.output in record), None)
         if form is None:
             raise ValueError(f"{path.name}, record {index}: has {', '.join(map(str, record))}; it must have: {FORMS}")
@@ -84,23 +84,3 @@ def read_trace(path: Path) -> list[TraceRow]:
     rows.sort(key=lambda row: row.arrival or 0.0)
     first = rows[0].arrival or 0.0
     return [row._replace(arrival=(row.arrival or 0.0) - first) for row in rows]
-
-
-def _records(path: Path) -> Iterator[Mapping[str, Any]]:
-    if path.suffix not in (".csv", ".jsonl"):
-        raise ValueError(f"{path}: traces are read from .csv and .jsonl files")
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            if path.suffix == ".csv":
-                yield from csv.DictReader(file)
-                return
-            for index, line in enumerate(file, 1):
-                if line.strip():
-                    record = json.loads(line)
-                    if not isinstance(record, dict):
-                        raise ValueError(f"{path.name}, line {index}: {line[:60]!r} is no JSON object")
-                    yield record
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, csv.Error, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from error

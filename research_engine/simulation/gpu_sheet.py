@@ -27,6 +27,8 @@ class GpuSheet:
         attention_efficiency: share of `flops` that prefill attention reaches, in (0, 1].
         kernel_seconds: fixed time of one kernel.
         host_link_bandwidth: bytes a second between host and device, one way.
+        host_copy_seconds: fixed time of each copy of a swapped block, of which there are two a layer (keys, values); 0
+            where one kernel moves all blocks of a step, as this engine's does.
         gpu_link_bandwidth: bytes a second from one GPU of a host to its others, one way.
         gpu_link_seconds: fixed time of one all-reduce between GPUs of a host.
         host_seconds, host_seconds_per_sequence: what the host adds to every step that the device does not hide.
@@ -45,6 +47,7 @@ class GpuSheet:
     attention_efficiency: float
     kernel_seconds: float
     host_link_bandwidth: float
+    host_copy_seconds: float
     gpu_link_bandwidth: float
     gpu_link_seconds: float
     host_seconds: float
@@ -55,7 +58,9 @@ class GpuSheet:
         for name in ("memory_gib", "memory_bandwidth", "flops", "host_link_bandwidth", "gpu_link_bandwidth"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{self.name}: {name} = {getattr(self, name)!r}: must be a number > 0")
-        for name in ("kernel_seconds", "gpu_link_seconds", "host_seconds", "host_seconds_per_sequence"):
+        for name in (
+            "kernel_seconds", "host_copy_seconds", "gpu_link_seconds", "host_seconds", "host_seconds_per_sequence"
+        ):  # fmt: skip
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{self.name}: {name} = {getattr(self, name)!r}: must be seconds >= 0")
         shares = [("gemm_efficiency", share) for _, share in self.gemm_efficiency]

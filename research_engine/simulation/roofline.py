@@ -7,6 +7,7 @@ CACM 2009. With T tokens in the step, H hidden size, I intermediate size, L laye
     decode attention  max(4 Hq D kv / flops, 2 e Hkv D kv / bandwidth), kv summed over the rows of one token
     prefill           4 Hq D pairs / flops, pairs = c (k + (c + 1) / 2) for c tokens after k computed ones, causal
     element-wise      bytes / bandwidth
+    swapped block     bytes / host link, and 2 L copies' fixed time
     fixed             9 kernels a layer and 4 more, each kernel_seconds; the host's a + b rows
 
 With N GPUs (Shoeybi et al., "Megatron-LM", 2019) heads, intermediate size and vocabulary are divided by N, norms not;
@@ -104,6 +105,7 @@ class RooflineCost:
         self._stream = gpu.memory_bandwidth * gpu.memory_efficiency
         self._kv_bytes = 2 * kv * bytes_per_element * model.num_layers
         self._block_bytes = self._kv_bytes * block_size
+        self._block_move = self._block_bytes / gpu.host_link_bandwidth + 2 * model.num_layers * gpu.host_copy_seconds
         self._attention_flops = 4 * query * model.num_layers
         self._fixed = gpu.kernel_seconds * (KERNELS_PER_LAYER * model.num_layers + KERNELS_BESIDE) + gpu.host_seconds
         self._dense: dict[int, float] = {}  # tokens -> seconds; a run meets few different numbers
@@ -124,7 +126,7 @@ class RooflineCost:
             + self.dense(work.tokens)
             + self.head(work.draws)
             + self.attention(work)
-            + work.blocks_moved * self._block_bytes / self.gpu.host_link_bandwidth
+            + work.blocks_moved * self._block_move
             + work.blocks_copied * 2 * self._block_bytes / self._stream
         )
 

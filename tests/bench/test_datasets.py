@@ -117,7 +117,7 @@ def test_sharegpt_needs_a_tokenizer_and_an_array(tmp_path):
         dataset("sharegpt", None)
     path = tmp_path / "x.json"
     path.write_text("{}")
-    with pytest.raises(ValueError, match="no JSON array"):
+    with pytest.raises(ValueError, match="is not a JSON array"):
         dataset("sharegpt", dataset_path=str(path))
 
 

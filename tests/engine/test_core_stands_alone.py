@@ -54,7 +54,8 @@ def test_the_core_imports_nothing_of_the_project_but_itself(path):
 @pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.stem)
 def test_a_policy_imports_the_contract_alone(path):
     own = {name for name in imports(path) if name.split(".")[0] == "research_engine"}
-    assert own <= {"research_engine.engine.contract"}, own
+    of_names = {"research_engine.plugins"} if path.stem == "registry" else set()  # users' files, by name
+    assert own <= {"research_engine.engine.contract"} | of_names, own
 
 
 @pytest.mark.parametrize("path", ENGINE + POLICIES, ids=lambda path: f"{path.parent.name}.{path.stem}")

@@ -5,6 +5,10 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +54,36 @@ class Killer(FCFS):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().order(view)
 """
+GRID = """\
+base:
+  model: dummy:tiny
+  executor: simulated
+  gpu: h200
+  scheduler: "{policy}:KillsAll"
+  workload:
+    num_requests: 6
+    arrivals: {{process: poisson, rate: 500}}
+    lengths: {{source: uniform, prompt: [4, 40], output: [2, 8]}}
+factors:
+  num_blocks: [32, 64]
+  max_num_seqs: [2, 8]
+seeds: [3, 5]
+baseline: {{num_blocks: 64}}
+outputs: {{plots: []}}
+"""
+KILLS_ALL = """\
+import os, signal
+from pathlib import Path
+from schedulers.fcfs import FCFS
+
+class KillsAll(FCFS):
+    def order(self, view):
+        finished = [path for path in Path({trials!r}).glob("*") if path.name[0] != "."]
+        if len(finished) >= 3 and not os.path.exists({marker!r}):
+            open({marker!r}, "w").close()
+            os.killpg(0, signal.SIGKILL)
+        return super().order(view)
+"""
 
 
 @pytest.fixture
@@ -81,6 +115,24 @@ def test_two_processes_give_what_one_gives(file: Path, tmp_path: Path) -> None:
     report = run(file, tmp_path / "two", launcher=Processes(2))
     assert (report.finished, report.failed) == (4, {})
     assert contents(tmp_path / "two") == in_this_process(file, tmp_path / "one")
+
+
+def test_a_grid_killed_in_the_middle_and_resumed_equals_an_undisturbed_one(tmp_path: Path) -> None:
+    torn, marker, policy = tmp_path / "torn", tmp_path / "killed", tmp_path / "kills_all.py"
+    policy.write_text(KILLS_ALL.format(trials=str(torn / "trials"), marker=str(marker)))
+    file = tmp_path / "grid.yaml"
+    file.write_text(GRID.format(policy=policy))
+    command = [sys.executable, str(Path(main.__code__.co_filename)), str(file), "--jobs", "2", "--out"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+    killed = subprocess.run([*command, str(torn)], start_new_session=True, check=False, **quiet)  # type: ignore[call-overload]
+    assert killed.returncode == -signal.SIGKILL
+    assert marker.exists()
+    assert not (torn / "table.md").exists()
+    finished = sum(not path.name.startswith(".") for path in (torn / "trials").iterdir())
+    assert 3 <= finished < 8
+    report = run(file, torn, launcher=Processes(2))
+    assert (report.reused, report.finished, report.failed) == (finished, 8 - finished, {})
+    assert contents(torn) == in_this_process(file, tmp_path / "whole")
 
 
 def test_a_trial_that_kills_its_process_is_a_hole_and_the_others_run(file: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from experiments.analysis.paper_table import FILE, highest_within, order_of
 from experiments.analysis.report import write_report
 from experiments.config import ConfigError, available, load_experiment
-from experiments.papers import pagedattention_fig_15, vtc_table_2
+from experiments.papers import pagedattention_fig_15, pagedattention_fig_19a, sarathi_capacity, vtc_table_2
 from experiments.papers.computed import COMPUTED
 from experiments.papers.sarathi_chunks_only import ChunksOnly
 from experiments.run import main
@@ -143,6 +143,26 @@ def test_parallel_samples_save_about_what_the_paper_measured(tmp_path: Path) -> 
     (row,) = [line for line in text.splitlines() if line.startswith("| Alpaca ")]
     figures = [float(cell) for cell in row.split("|")[2:-1]]
     assert figures[1::2] == pytest.approx(figures[::2], rel=0.15)
+
+
+def test_swapping_costs_less_the_larger_the_block_and_recomputing_the_same() -> None:
+    costs = [pagedattention_fig_19a.overheads(size) for size in pagedattention_fig_19a.BLOCK_SIZES]
+    assert len({round(cost["recompute"], 9) for cost in costs}) == 1
+    swaps = [cost["swap in and out"] for cost in costs]
+    assert swaps == sorted(swaps, reverse=True)
+    # 256 blocks of 800 KiB each way at 25 GB/s, and 80 copies of 5 us a block
+    assert swaps[0] == pytest.approx(2e3 * 256 * (800 * 1024 / 25e9 + 80 * 5e-6))
+    assert all(verdict.holds for verdict in pagedattention_fig_19a.table().verdicts)
+
+
+def test_a_tighter_limit_on_gaps_leaves_less_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sarathi_capacity, "LENGTHS", {"source": "fixed", "prompt": 4000, "output": 20})
+    monkeypatch.setattr(sarathi_capacity, "TOLERANCE", 0.5)
+    chosen = {name: sarathi_capacity.SYSTEMS[name] for name in ("vLLM", "Sarathi 512")}
+    monkeypatch.setattr(sarathi_capacity, "SYSTEMS", chosen)
+    found = sarathi_capacity.capacities("Mistral-7B", requests=20)
+    assert found["vLLM"]["strict"] < found["vLLM"]["relaxed"]
+    assert found["vLLM"]["strict"] < found["Sarathi 512"]["strict"]
 
 
 @pytest.mark.skipif(TRACES is None, reason="RESEARCH_ENGINE_TRACES does not name the directory of public traces")

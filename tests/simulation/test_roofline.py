@@ -24,11 +24,12 @@ SHAPE = SimpleNamespace(
 ROUND = GpuSheet(
     name="round numbers", memory_gib=1.0, memory_bandwidth=1e6, flops=1e9, memory_efficiency=0.5,
     gemm_efficiency=((1, 0.5), (100, 1.0)), attention_efficiency=0.5, kernel_seconds=0.0, host_link_bandwidth=1e5,
-    gpu_link_bandwidth=1e4, gpu_link_seconds=0.25, host_seconds=0.0, host_seconds_per_sequence=0.0,
+    host_copy_seconds=0.0, gpu_link_bandwidth=1e4, gpu_link_seconds=0.25, host_seconds=0.0,
+    host_seconds_per_sequence=0.0,
     sources=dict.fromkeys((
         "memory_gib", "memory_bandwidth", "flops", "memory_efficiency", "gemm_efficiency", "attention_efficiency",
-        "kernel_seconds", "host_link_bandwidth", "gpu_link_bandwidth", "gpu_link_seconds", "host_seconds",
-        "host_seconds_per_sequence"), "made up"),
+        "kernel_seconds", "host_link_bandwidth", "host_copy_seconds", "gpu_link_bandwidth", "gpu_link_seconds",
+        "host_seconds", "host_seconds_per_sequence"), "made up"),
 )  # fmt: skip
 
 
@@ -45,6 +46,15 @@ def test_a_linear_layer_of_many_rows_takes_the_time_of_its_operations():
     # 10,000 rows: 2 x 10,000 x 100 x 300 operations at 1 GFLOP/s against 2 x (30,000 + 4,000,000) bytes at 1 MB/s
     sheet = dataclasses.replace(ROUND, memory_bandwidth=1e9)
     assert RooflineCost(SHAPE, sheet).linear(10_000, 100, 300) == pytest.approx(0.6)
+
+
+def test_a_swapped_block_takes_its_bytes_over_the_link_and_two_copies_a_layer():
+    # 2 layers x 2 x 5 heads x 10 x 16 slots x 2 bytes at 100 kB/s; 2 x 2 copies of 0.25 s
+    plain = RooflineCost(SHAPE, ROUND)
+    copied = RooflineCost(SHAPE, dataclasses.replace(ROUND, host_copy_seconds=0.25))
+    still, moved = Work(tokens=1, sequences=1, draws=1), Work(tokens=1, sequences=1, draws=1, blocks_moved=3)
+    assert plain.price(moved) - plain.price(still) == pytest.approx(3 * 6400 / 1e5)
+    assert copied.price(moved) - copied.price(still) == pytest.approx(3 * (6400 / 1e5 + 4 * 0.25))
 
 
 def test_efficiency_goes_with_the_logarithm_of_the_rows():

