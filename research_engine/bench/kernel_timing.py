@@ -130,8 +130,8 @@ def measure_ceilings(
 
     Args:
         names: which of
-            "copy": a copy within the device's memory, or an element-wise kernel where it is faster, bytes read and bytes
-            written per second;
+            "copy": a copy within the device's memory, or an element-wise kernel where that is faster, bytes read and
+            bytes written per second;
             "read": bytes per second that torch's reductions read, the faster of a sum and of row maxima, or the copy's
             figure where that is higher;
             "product": operations per second of a square matrix product;
