@@ -119,7 +119,7 @@ def build_engine(
         OptionError, LoadError, ValueError: an option, the model or the scheduler's name or parameters.
     """
     import schedulers
-    from research_engine.executors.decode_graphs import ladder
+    from research_engine.executors.decode_graphs import ladder, token_ladder
     from research_engine.executors.torch_executor import TorchExecutor
 
     scheduler = schedulers.create(options.scheduler, **options.scheduler_params)
@@ -140,12 +140,14 @@ def build_engine(
         raise OptionError(
             "the scheduler's preemption = 'swap' needs host blocks: set swap_space (GiB) or num_host_blocks"
         )
+    eager = options.enforce_eager or model.device.type != "cuda"
     try:
         executor = TorchExecutor(
             model,
             config,
             cache_dtype=choose_kv_cache_dtype(options.kv_cache_dtype, model.dtype),
-            graph_sizes=[] if options.enforce_eager else ladder(config.max_num_seqs),
+            graph_sizes=[] if eager else ladder(config.max_num_seqs),
+            token_sizes=[] if eager else token_ladder(config, loaded.config.num_parameters),
         )
         executor.capture(lambda done, count: LOG.info("CUDA graphs: %d of %d captured", done, count))
     except RuntimeError as error:  # what torch raises when memory is short, on a CPU and on a GPU

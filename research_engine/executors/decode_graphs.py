@@ -1,12 +1,20 @@
-"""CUDA graphs of decode steps, one for each batch size of a ladder; a batch runs in the smallest one that holds it."""
+"""CUDA graphs of steps, one for each size of a ladder; a step runs in the smallest one that holds it."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
+
+from research_engine.engine.config import EngineConfig
+
+Output = TypeVar("Output")
+
+_MOST_TOKENS = 1024  # of a step with prompts that is a graph
+_TOKENS_APART = 64  # of two such graphs
+_LAUNCH_BOUND = 1.2e12  # tokens times parameters: some 4 ms of an H200, about what launching a step takes
 
 
 def ladder(most: int) -> list[int]:
@@ -21,29 +29,38 @@ def ladder(most: int) -> list[int]:
     return [*sizes, most]
 
 
-class DecodeGraphs:
-    """Runs a function of a batch size as a graph on a GPU, or as it is elsewhere.
+def token_ladder(config: EngineConfig, num_parameters: int) -> list[int]:
+    """Sizes in tokens of steps with prompts to capture: those that take less time to compute than to launch.
+
+    A padding token costs its share of the products, which is nothing as long as the host is what a step waits for.
+    """
+    most = min(config.max_num_batched_tokens, _MOST_TOKENS, int(_LAUNCH_BOUND / num_parameters))
+    return list(range(_TOKENS_APART, most + 1, _TOKENS_APART))
+
+
+class StepGraphs(Generic[Output]):
+    """Runs a function of a size as a graph on a GPU, or as it is elsewhere.
 
     Args:
-        run: the work for a padded batch of that many rows; reads and writes only memory that stays where it is. What it
+        run: the work for a step padded to that size; reads and writes only memory that stays where it is. What it
             returns is the graph's output memory, overwritten by the next replay of any graph.
         sizes: to capture; none runs everything as it is.
         device: of the work.
     """
 
-    def __init__(self, run: Callable[[int], torch.Tensor], sizes: Sequence[int], device: torch.device) -> None:
+    def __init__(self, run: Callable[[int], Output], sizes: Sequence[int], device: torch.device) -> None:
         self._run = run
         self.sizes = sorted(set(sizes)) if device.type == "cuda" else []
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Output]] = {}
         self._pool: Any = None
 
-    def padded(self, num_rows: int) -> int:
-        """Rows that a batch of `num_rows` is run with: those of the smallest graph that holds it, or its own."""
-        at = bisect_left(self.sizes, num_rows)
-        return self.sizes[at] if at < len(self.sizes) else num_rows
+    def padded(self, size: int) -> int:
+        """What a step of `size` is run with: the smallest graph that holds it, or its own size."""
+        at = bisect_left(self.sizes, size)
+        return self.sizes[at] if at < len(self.sizes) else size
 
-    def run(self, size: int) -> torch.Tensor:
-        """The work for `size` rows, as `padded` gave it."""
+    def run(self, size: int) -> Output:
+        """The work for `size`, as `padded` gave it."""
         if size not in self.sizes:
             return self._run(size)
         if size not in self._graphs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +24,27 @@ class Drawing:
 
     Attributes:
         rows: indices into the batch, ascending.
-        seats: int64 [S], where each one's request sits.
-        num_tokens: int64 [S], how many tokens it has, which is the draw's position.
-        hidden_rows: int64 [S], of the step's [T, H] hidden states; None when the step has one token a row.
+        sitting: where each one's request sits.
     """
 
     rows: Sequence[int]
+    sitting: Sequence[int]
+
+
+class Inputs(NamedTuple):
+    """A step on the device.
+
+    Attributes:
+        token_ids, positions: int64 [T].
+        attention: what attention needs.
+        seats: int64 [S], of the rows that draw.
+        num_tokens: int64 [S], how many tokens each has.
+        hidden_rows: int64 [S], of the step's hidden states [T, H]; None when every row has one token, and draws.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    attention: AttentionMetadata
     seats: torch.Tensor
     num_tokens: torch.Tensor
     hidden_rows: torch.Tensor | None = None
@@ -41,7 +57,7 @@ class DeviceBatch:
         kv_cache: [L, 2, N, Hkv, B, D].
         kv_scales: [L, 2, Hkv] of a quantised cache, or None.
         config: limits of a batch.
-        query: of the shape and dtype that the largest decode step has, [max_num_seqs, Hq, D]; not read.
+        query: of the shape and dtype that the largest step in a graph has, [T, Hq, D]; not read.
 
     Attributes:
         staging: the copies to and from the device.
@@ -58,20 +74,20 @@ class DeviceBatch:
         self._tables = torch.zeros((max_num_seqs + 1, self._width), dtype=torch.int32, device=device)
         self._last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self._row_starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
-        self._decode_workspace = self._make_workspace(query)
+        self._workspace = self._make_workspace(query)
         # three integers a token, up to five a row and two a new table entry
         news = 2 * max_num_seqs * min(self._width, config.num_blocks)
         room = 3 * max(max_num_seqs, config.max_num_batched_tokens) + 5 * (max_num_seqs + 1) + news
         self.staging = Staging(room, max_num_seqs, device)
 
     def _make_workspace(self, query: torch.Tensor) -> torch.Tensor | None:
-        """Memory for the split partials of the largest decode step, so that a graph need not clear any of its own."""
+        """Memory for the split partials of the largest step in a graph, so that it need not clear any of its own."""
         if self._kv_cache.device.type == "cpu":
             return None
-        longest = self._width * self._block_size
         size = kernels.paged_attention_workspace(
-            query, self._kv_cache[0, 0], self._tables[: self._nobody], max_query_len=1, max_seq_len=longest
-        )
+            query, self._kv_cache[0, 0], self._tables[: self._nobody], max_query_len=len(query),
+            max_seq_len=self._width * self._block_size,
+        )  # fmt: skip
         return torch.zeros(max(1, size), dtype=torch.float32, device=query.device)
 
     def seat(self, rows: Sequence[ScheduledRequest]) -> SeatChanges:
@@ -92,70 +108,112 @@ class DeviceBatch:
         inputs[1] = [row[1] for row in rows] + [0] * padding
         inputs[2] = [row[0]._tokens[-1] for row in rows] + [0] * padding
         self._send([inputs.reshape(-1)], changes)
-        seats, positions, _ = self._decode_parts(padded)
-        return Drawing(range(len(rows)), seats[: len(rows)].long(), positions[: len(rows)].long() + 1)
+        return Drawing(range(len(rows)), changes.seats)
 
-    def decode_inputs(self, padded: int) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
-        """Token ids [P], positions [P] and what attention needs, by device work alone, so that a graph can hold it."""
-        seats, positions, known = (part.long() for part in self._decode_parts(padded))
-        size, padding = self._block_size, seats == self._nobody
-        token_ids = torch.where(known == UNKNOWN_TOKEN, self._last_tokens[seats], known)
-        blocks = self._tables.view(-1)[seats * self._width + positions // size]
-        slots = torch.where(padding, -1, blocks.long() * size + positions % size)
-        attention = AttentionMetadata(
-            kv_cache=self._kv_cache,
-            slot_mapping=slots,
-            block_tables=self._tables[seats],
-            query_start_loc=self._row_starts[: padded + 1],
-            seq_lens=torch.where(padding, 0, positions + 1).int(),
-            max_query_len=1,
-            max_seq_len=self._width * size,
-            workspace=self._decode_workspace,
-            kv_scales=self._kv_scales,
-        )
-        return token_ids, positions, attention
-
-    def _decode_parts(self, padded: int) -> tuple[torch.Tensor, ...]:
-        return self.staging.device_inputs[: 3 * padded].view(3, padded).unbind()
+    def decode_inputs(self, padded: int) -> Inputs:
+        """A step of P rows, by device work alone, so that a graph can hold it."""
+        parts = self.staging.device_inputs[: 3 * padded].view(3, padded).unbind()
+        seats, positions, known = (part.long() for part in parts)
+        nobody, num_tokens = seats == self._nobody, positions + 1
+        attention = self._attention(
+            self._slots(seats, positions, nobody), seats, self._row_starts[: padded + 1],
+            torch.where(nobody, 0, num_tokens).int(), max_query_len=1,
+        )  # fmt: skip
+        return Inputs(self._tokens(seats, known), positions, attention, seats, num_tokens)
 
     # Any other step.
 
-    def send_mixed(
-        self, rows: Sequence[ScheduledRequest], changes: SeatChanges
-    ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, Drawing]:
-        """Token ids [T], positions [T], what attention needs, and who draws."""
-        size = self._block_size
-        starts = np.array([row.start for row in rows], dtype=np.int64)
-        counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
-        ends = counts.cumsum()
-        total = int(ends[-1])
-        chunks = (row.request.token_ids[row.start : row.start + row.num_tokens] for row in rows)
-        known = np.fromiter(chain.from_iterable(chunks), dtype=np.int64, count=total)
-        where = np.arange(total) + np.repeat(starts + counts - ends, counts)
-        of_row = np.array(changes.seats)
-        drawing = [index for index, row in enumerate(rows) if row.draws]
-        row_starts, lengths = np.concatenate(([0], ends)), starts + counts
-        seats, positions, tokens, query_start_loc, seq_lens, seat_of_row, drawing_rows = self._send(
-            [np.repeat(of_row, counts), where, known, row_starts, lengths, of_row, np.array(drawing, dtype=np.int64)],
+    def send_padded(self, rows: Sequence[ScheduledRequest], changes: SeatChanges, padded: int) -> Drawing:
+        """Bring the device up to date for `padded_inputs(padded)`."""
+        batch, most = _Ragged.of(rows, changes), self._nobody
+        room = padded - batch.num_tokens
+        drawing = Drawing(batch.drawing, [changes.seats[index] for index in batch.drawing])
+        self._send(
+            [
+                _extended(np.repeat(batch.seats, batch.counts), room, self._nobody), _extended(batch.positions, room),
+                _extended(batch.tokens, room), _extended(batch.row_starts, most - len(rows), batch.num_tokens),
+                _extended(batch.lengths, most - len(rows)), _extended(batch.seats, most - len(rows), self._nobody),
+                _extended(np.array(batch.drawing, dtype=np.int64), most - len(batch.drawing)),
+            ],
             changes,
+        )  # fmt: skip
+        return drawing
+
+    def padded_inputs(self, padded: int) -> Inputs:
+        """A step of T tokens of up to max_num_seqs rows, which draw in front, by device work alone."""
+        most = self._nobody
+        sizes = [padded, padded, padded, most + 1, most, most, most]
+        parts = self.staging.device_inputs[: sum(sizes)].split(sizes)
+        owners, positions, known, _, lengths, seats, drawing = (part.long() for part in parts)
+        attention = self._attention(
+            self._slots(owners, positions, owners == self._nobody), seats, parts[3], parts[4], max_query_len=padded
         )
-        owner, position, token = seats.long(), positions.long(), tokens.long()
-        blocks = self._tables.view(-1)[owner * self._width + position // size]
-        max_seq_len = int(lengths.max())
-        attention = AttentionMetadata(
+        hidden_rows = parts[3].long()[drawing + 1] - 1
+        return Inputs(
+            self._tokens(owners, known),
+            positions,
+            attention,
+            seats[drawing],
+            lengths[drawing],
+            hidden_rows.clamp(min=0),
+        )
+
+    def send_mixed(self, rows: Sequence[ScheduledRequest], changes: SeatChanges) -> tuple[Drawing, Inputs]:
+        """Bring the device up to date for a step that runs as it is."""
+        batch = _Ragged.of(rows, changes)
+        drawing = Drawing(batch.drawing, [changes.seats[index] for index in batch.drawing])
+        parts = self._send(
+            [
+                np.repeat(batch.seats, batch.counts), batch.positions, batch.tokens, batch.row_starts, batch.lengths,
+                batch.seats, np.array(batch.drawing, dtype=np.int64),
+            ],
+            changes,
+        )  # fmt: skip
+        owners, positions, known, row_starts, lengths, seats, drawn = (part.long() for part in parts)
+        attention = self._attention(
+            self._slots(owners, positions), seats, parts[3], parts[4], max_query_len=int(batch.counts.max()),
+            max_seq_len=int(batch.lengths.max()),
+        )  # fmt: skip
+        return drawing, Inputs(
+            self._tokens(owners, known), positions, attention, seats[drawn], lengths[drawn], row_starts[drawn + 1] - 1
+        )
+
+    # What these are made of.
+
+    def _tokens(self, seats: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+        """Token ids, those from the last draw where the host does not know them yet."""
+        return torch.where(known == UNKNOWN_TOKEN, self._last_tokens[seats], known)
+
+    def _slots(self, seats: torch.Tensor, positions: torch.Tensor, nobody: torch.Tensor | None = None) -> torch.Tensor:
+        """Where each token's KV goes; -1 for padding."""
+        size = self._block_size
+        blocks = self._tables.view(-1)[seats * self._width + positions // size]
+        slots = blocks.long() * size + positions % size
+        return slots if nobody is None else torch.where(nobody, -1, slots)
+
+    def _attention(
+        self,
+        slots: torch.Tensor,
+        seats: torch.Tensor,
+        row_starts: torch.Tensor,
+        lengths: torch.Tensor,
+        *,
+        max_query_len: int,
+        max_seq_len: int | None = None,
+    ) -> AttentionMetadata:
+        """Metadata of rows that sit in `seats`; without max_seq_len for any lengths, in the memory set aside."""
+        columns = self._width if max_seq_len is None else -(-max_seq_len // self._block_size)
+        return AttentionMetadata(
             kv_cache=self._kv_cache,
-            slot_mapping=blocks.long() * size + position % size,
-            block_tables=self._tables[seat_of_row.long(), : -(-max_seq_len // size)],
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            max_query_len=int(counts.max()),
-            max_seq_len=max_seq_len,
+            slot_mapping=slots,
+            block_tables=self._tables[seats, :columns],
+            query_start_loc=row_starts,
+            seq_lens=lengths,
+            max_query_len=max_query_len,
+            max_seq_len=self._width * self._block_size if max_seq_len is None else max_seq_len,
+            workspace=self._workspace if max_seq_len is None else None,
             kv_scales=self._kv_scales,
         )
-        at = drawing_rows.long()
-        draws = Drawing(drawing, seat_of_row.long()[at], seq_lens.long()[at], query_start_loc.long()[at + 1] - 1)
-        token_ids = torch.where(token == UNKNOWN_TOKEN, self._last_tokens[owner], token)
-        return token_ids, position, attention, draws
 
     def _send(self, parts: Sequence[np.ndarray], changes: SeatChanges) -> list[torch.Tensor]:
         """Copy a step's integers over, and enter the new blocks into the tables; returns the parts on the device."""
@@ -163,3 +221,39 @@ class DeviceBatch:
         if changes.cells:
             self._tables.view(-1)[cells.long()] = blocks
         return views
+
+
+@dataclass(frozen=True)
+class _Ragged:
+    """A step of rows of any number of tokens, on the host: T tokens of R rows."""
+
+    seats: np.ndarray  # [R]
+    counts: np.ndarray  # [R]
+    row_starts: np.ndarray  # [R + 1]
+    lengths: np.ndarray  # [R], with this step's tokens
+    tokens: np.ndarray  # [T]
+    positions: np.ndarray  # [T]
+    num_tokens: int
+    drawing: list[int]
+
+    @classmethod
+    def of(cls, rows: Sequence[ScheduledRequest], changes: SeatChanges) -> _Ragged:
+        starts = np.array([row[1] for row in rows], dtype=np.int64)
+        counts = np.array([row[2] for row in rows], dtype=np.int64)
+        ends = counts.cumsum()
+        total = int(ends[-1])
+        chunks = (row[0]._tokens[row[1] : row[1] + row[2]] for row in rows)
+        return cls(
+            seats=np.array(changes.seats),
+            counts=counts,
+            row_starts=np.concatenate(([0], ends)),
+            lengths=starts + counts,
+            tokens=np.fromiter(chain.from_iterable(chunks), dtype=np.int64, count=total),
+            positions=np.arange(total) + np.repeat(starts + counts - ends, counts),
+            num_tokens=total,
+            drawing=[index for index, row in enumerate(rows) if row[3]],
+        )
+
+
+def _extended(array: np.ndarray, count: int, value: int = 0) -> np.ndarray:
+    return np.concatenate((array, np.full(count, value, dtype=array.dtype)))

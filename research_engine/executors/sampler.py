@@ -9,16 +9,68 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import IntFlag
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from research_engine import kernels
-from research_engine.engine.contract import Request, TokenLogprobs
+from research_engine.engine.contract import Request, ScheduledRequest, TokenLogprobs
 
 _LARGEST = float(np.finfo(np.float32).max)
 _STATUS = {-2: "hold NaN", -3: "hold inf"}
+
+
+class _Traits(IntFlag):
+    """What a request asks of the draw, so that a step of plain requests looks at none of them."""
+
+    DRAWN = 1  # not greedy
+    TOP_K = 2
+    TOP_P = 4
+    MIN_P = 8
+    LOGPROBS = 16
+    BIASED = 32  # for some steps at least
+    PENALISED = 64
+    CONSTRAINED = 128
+
+    @classmethod
+    def of(cls, request: Request) -> _Traits:
+        params, traits = request.sampling, cls(0)
+        if not params.is_greedy:
+            traits |= cls.DRAWN
+            traits |= cls.TOP_K * (params.top_k > 0)
+            traits |= cls.TOP_P * (params.top_p < 1.0)
+            traits |= cls.MIN_P * (params.min_p > 0.0)
+        traits |= cls.LOGPROBS * (params.logprobs is not None)
+        traits |= cls.BIASED * (bool(params.logit_bias) or params.min_tokens > 0)
+        traits |= cls.PENALISED * params.needs_penalties
+        traits |= cls.CONSTRAINED * (request.constraint is not None)
+        return traits
+
+
+_LOOKED_AT = _Traits.LOGPROBS | _Traits.BIASED | _Traits.PENALISED | _Traits.CONSTRAINED  # request by request
+
+
+class Draws(NamedTuple):
+    """What the draw of S rows reads on the device; the outputs of a graph, padding rows included.
+
+    Attributes:
+        logits: [S, V].
+        seats: int64 [S], where each row's request sits.
+        num_tokens: int64 [S], how many tokens it has, which is the draw's position.
+        temperature, seeds: float32 and int64 [S].
+    """
+
+    logits: torch.Tensor
+    seats: torch.Tensor
+    num_tokens: torch.Tensor
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+
+    def first(self, count: int) -> Draws:
+        """Without the padding behind the first `count` rows."""
+        return self if len(self.seats) == count else Draws(*(tensor[:count] for tensor in self))
 
 
 @dataclass(frozen=True)
@@ -27,37 +79,39 @@ class Draw:
 
     Attributes:
         sampled: on the device; token_ids int64 [S].
-        requests: one a row.
-        num_tokens: tokens that each had before the draw.
+        rows: of the batch, those that drew.
+        wants_logprobs: whether any request asks for log-probabilities.
     """
 
     sampled: kernels.Sampled
-    requests: Sequence[Request]
-    num_tokens: Sequence[int]
+    rows: Sequence[ScheduledRequest]
+    wants_logprobs: bool
 
     def check(self, token_ids: Sequence[int]) -> None:
         """Raises ValueError for a row that drew nothing: its logits are no numbers, or all -inf; names the request."""
-        for request, at, token_id in zip(self.requests, self.num_tokens, token_ids, strict=True):
+        for row, token_id in zip(self.rows, token_ids, strict=True):
+            at = row.start + row.num_tokens
             if token_id == -1:
-                raise ValueError(f"request {request.id!r}: no token is left to draw at position {at}")
+                raise ValueError(f"request {row.request.id!r}: no token is left to draw at position {at}")
             if token_id < -1:
-                raise ValueError(f"request {request.id!r}: the model's logits at position {at} {_STATUS[token_id]}")
+                raise ValueError(f"request {row.request.id!r}: the model's logits at position {at} {_STATUS[token_id]}")
 
     def logprobs(self, token_ids: Sequence[int]) -> dict[int, TokenLogprobs]:
         """Entries of the rows whose requests ask, by row; waits for the device if there are any."""
-        asking = [row for row, request in enumerate(self.requests) if request.sampling.logprobs is not None]
         sampled = self.sampled
-        if not asking or sampled.logprobs is None or sampled.ranks is None:
+        if not self.wants_logprobs or sampled.logprobs is None or sampled.ranks is None:
             return {}
         values, ranks = sampled.logprobs.double().tolist(), sampled.ranks.tolist()
         ids = sampled.top_ids.tolist() if sampled.top_ids is not None else None
         tops = sampled.top_logprobs.double().tolist() if sampled.top_logprobs is not None else None
         entries = {}
-        for row in asking:
-            wanted = self.requests[row].sampling.logprobs or 0
-            top = tuple(zip(ids[row][:wanted], tops[row][:wanted], strict=True)) if ids and tops else ()
+        for index, row in enumerate(self.rows):
+            wanted = row.request.sampling.logprobs
+            if wanted is None:
+                continue
+            top = tuple(zip(ids[index][:wanted], tops[index][:wanted], strict=True)) if ids and tops else ()
             top = tuple((token_id, value) for token_id, value in top if token_id >= 0)
-            entries[row] = TokenLogprobs(token_ids[row], values[row], ranks[row], top)
+            entries[index] = TokenLogprobs(token_ids[index], values[index], ranks[index], top)
         return entries
 
 
@@ -65,7 +119,7 @@ class Sampler:
     """Draws for requests that sit in seats.
 
     Args:
-        num_seats: how many there are.
+        num_seats: how many there are; one more, the last, is that of padding rows.
         vocab_size: V.
         device: of the logits.
     """
@@ -74,15 +128,18 @@ class Sampler:
         self._vocab_size, self._device = vocab_size, device
 
         def column(dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(num_seats, dtype=dtype, device=device)
+            return torch.zeros(num_seats + 1, dtype=dtype, device=device)
 
         self._temperature, self._top_p, self._min_p = (column(torch.float32) for _ in range(3))
         self._top_k, self._seeds = column(torch.int32), column(torch.int64)
+        self._traits = np.zeros(num_seats, dtype=np.uint8)  # of who sits there
 
     def sit_down(self, newcomers: Sequence[tuple[int, Request]]) -> None:
         """Mutates: enters the parameters of requests that took a seat."""
         if not newcomers:
             return
+        for seat, request in newcomers:
+            self._traits[seat] = _Traits.of(request)
         params = [request.sampling for _, request in newcomers]
         seats = self._to_device(np.array([seat for seat, _ in newcomers], dtype=np.int64))
         seeds = np.array([request.seed & 0xFFFFFFFFFFFFFFFF for _, request in newcomers], dtype=np.uint64)
@@ -92,37 +149,37 @@ class Sampler:
         for column, values in zip((self._temperature, self._top_p, self._min_p), reals.T, strict=True):
             column[seats] = self._to_device(np.ascontiguousarray(values))
 
-    def draw(
-        self, logits: torch.Tensor, requests: Sequence[Request], seats: torch.Tensor, positions: torch.Tensor
-    ) -> Draw:
+    def draws(self, logits: torch.Tensor, seats: torch.Tensor, num_tokens: torch.Tensor) -> Draws:
+        """With what the device knows of those who sit there; device work alone, so that a graph can hold it."""
+        return Draws(logits, seats, num_tokens, self._temperature[seats], self._seeds[seats])
+
+    def draw(self, draws: Draws, rows: Sequence[ScheduledRequest], sitting: Sequence[int]) -> Draw:
         """Draw the next token of every request; the device is not waited for.
 
         Args:
-            logits: [S, V].
-            requests: one a row; not changed.
-            seats: int64 [S].
-            positions: int64 [S]: the number of tokens each has.
+            draws: S rows.
+            rows: of the batch, those that draw, S of them; requests are not changed.
+            sitting: S seats, as draws.seats, on the host.
         """
-        params = [request.sampling for request in requests]
-        drawn = any(not p.is_greedy for p in params)
-        cut_k = drawn and any(p.top_k > 0 for p in params)
-        cut_p = drawn and any(p.top_p < 1.0 for p in params)
-        cut_min = drawn and any(p.min_p > 0.0 for p in params)
-        asked = [p.logprobs for p in params if p.logprobs is not None]
+        traits = _Traits(int(np.bitwise_or.reduce(self._traits[list(sitting)])))
+        options: dict[str, Any] = {}
+        if traits & _LOOKED_AT:
+            requests = [row.request for row in rows]
+            asked = [r.sampling.logprobs for r in requests if r.sampling.logprobs is not None]
+            options = {"num_logprobs": min(max(asked), self._vocab_size) if asked else None}
+            options |= self._biases(requests) | self._penalties(requests) | self._allowed(requests)
+        seats = draws.seats
         sampled = kernels.sample(
-            logits,
-            self._temperature[seats],
-            self._seeds[seats],
-            positions,
-            top_k=self._top_k[seats] if cut_k else None,
-            top_p=self._top_p[seats] if cut_p else None,
-            min_p=self._min_p[seats] if cut_min else None,
-            num_logprobs=min(max(asked), self._vocab_size) if asked else None,
-            **self._biases(requests),
-            **self._penalties(requests),
-            **self._allowed(requests),
+            draws.logits,
+            draws.temperature,
+            draws.seeds,
+            draws.num_tokens,
+            top_k=self._top_k[seats] if traits & _Traits.TOP_K else None,
+            top_p=self._top_p[seats] if traits & _Traits.TOP_P else None,
+            min_p=self._min_p[seats] if traits & _Traits.MIN_P else None,
+            **options,
         )
-        return Draw(sampled, requests, [request.num_tokens for request in requests])
+        return Draw(sampled, rows, bool(traits & _Traits.LOGPROBS))
 
     def _biases(self, requests: Sequence[Request]) -> dict[str, Any]:
         """logit_bias, and -inf for stop tokens while the output is shorter than min_tokens."""

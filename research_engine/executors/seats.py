@@ -51,14 +51,15 @@ class Seats:
         changes, seat_of, known, width = SeatChanges(), self._seat_of, self._known, self.width
         seats, cells, values = changes.seats, changes.cells, changes.blocks
         for request, _, _, _, changed in rows:
-            seat = seat_of.get(request.id)
+            seat = seat_of.get(request._id)
             if seat is None or changed == 0:  # new, or back under an id that another one had
                 seat = self._sit_down(request, rows) if seat is None else seat
                 changes.newcomers.append((seat, request))
                 known[seat] = 0
-            blocks = request.block_ids
-            have, need = min(known[seat], changed), len(blocks)
-            if have < need:
+            blocks, have = request._block_ids, known[seat]
+            need = len(blocks)
+            if have < need or changed < need:
+                have = min(have, changed)
                 if need > width:
                     raise ValueError(f"request {request.id!r} holds {need} blocks; its table has {width} entries")
                 cells += range(seat * width + have, seat * width + need)

@@ -12,7 +12,8 @@ A step is one forward over the tokens of all rows, back to back without padding:
 
 What stays the same from step to step stays on the device (device_batch.py): a step is one copy there, a forward, a
 draw, and one copy back. A token that the step before draws never makes the round trip. On a GPU a step of decoding
-rows alone is a CUDA graph, one for each size of a ladder (decode_graphs.py); padding rows read and write nothing.
+rows alone is a CUDA graph, one for each size of a ladder (decode_graphs.py), and so are steps with prompts of so few
+tokens that launching them takes longer than computing them; padding rows and tokens read and write nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ import torch
 from research_engine import kernels
 from research_engine.engine.config import EngineConfig
 from research_engine.engine.contract import Batch, Pending, ScheduledRequest, StepResult, TokenLogprobs
-from research_engine.executors.decode_graphs import DecodeGraphs
+from research_engine.executors.decode_graphs import StepGraphs
 from research_engine.executors.device_batch import DeviceBatch, Drawing
 from research_engine.executors.kv_scales import kv_scales
 from research_engine.executors.logprobs import prompt_logprobs
-from research_engine.executors.sampler import Draw, Sampler
+from research_engine.executors.sampler import Draw, Draws, Sampler
+from research_engine.executors.seats import SeatChanges
 from research_engine.executors.staging import Arrival
 from research_engine.models.attention_metadata import AttentionMetadata
 from research_engine.models.config import ModelConfig
@@ -58,6 +60,7 @@ class TorchExecutor:
         config: sizes of the cache and limits of a batch.
         cache_dtype: of the KV cache: the model's when None, float8_e4m3fn or int8.
         graph_sizes: decode batches to run as CUDA graphs; none launches every step kernel by kernel.
+        token_sizes: other steps to run as CUDA graphs, by their tokens; larger ones are launched kernel by kernel.
 
     Attributes:
         kv_cache: [L, 2, num_blocks, Hkv, block_size, D] in cache_dtype.
@@ -71,6 +74,7 @@ class TorchExecutor:
         *,
         cache_dtype: torch.dtype | None = None,
         graph_sizes: Sequence[int] = (),
+        token_sizes: Sequence[int] = (),
     ) -> None:
         shape, device, dtype = model.config, model.device, cache_dtype or model.dtype
         self.device = device
@@ -81,19 +85,25 @@ class TorchExecutor:
         self.host_cache = torch.empty(
             (shape.num_layers, 2, config.num_host_blocks, *tile), dtype=dtype, pin_memory=device.type == "cuda"
         )
-        query = torch.empty((config.max_num_seqs, shape.num_heads, shape.head_dim), dtype=model.dtype, device=device)
+        most_tokens = max(config.max_num_seqs, 0, *token_sizes)
+        query = torch.empty((most_tokens, shape.num_heads, shape.head_dim), dtype=model.dtype, device=device)
         self._batch = DeviceBatch(self.kv_cache, kv_scales(model, dtype), config, query)
         self._sampler = Sampler(config.max_num_seqs, shape.vocab_size, device)
-        self._graphs = DecodeGraphs(self._decode, graph_sizes, device)
+        self._graphs = StepGraphs(self._decode, graph_sizes, device)
+        self._token_graphs = StepGraphs(self._padded, token_sizes, device)
+        self._most_padded = max(token_sizes, default=0)
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture the graphs of decode steps, of which each would otherwise be captured at its first use.
+        """Capture the graphs, of which each would otherwise be captured at its first use.
 
         Args:
             progress: called with (captured, all) after each.
         """
+        count = len(self._graphs.sizes) + len(self._token_graphs.sizes)
+        tell = progress or (lambda done, count: None)
         with torch.inference_mode():
-            self._graphs.capture_all(progress)
+            self._graphs.capture_all(lambda done, _: tell(done, count))
+            self._token_graphs.capture_all(lambda done, _: tell(len(self._graphs.sizes) + done, count))
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> Pending:
@@ -114,51 +124,64 @@ class TorchExecutor:
             return StepResult(token_ids=[])
         changes = self._batch.seat(batch.rows)
         self._sampler.sit_down(changes.newcomers)
-        if batch.num_tokens == len(batch.rows) and all(row.draws for row in batch.rows):
-            padded = self._graphs.padded(len(batch.rows))
-            drawing = self._batch.send_decode(batch.rows, changes, padded)
-            return self._draw(batch.rows, drawing, self._graphs.run(padded)[: len(batch.rows)], {})
-        return self._run_mixed(self._model, batch.rows, *self._batch.send_mixed(batch.rows, changes))
+        rows, num_tokens = batch.rows, batch.num_tokens
+        if num_tokens == len(rows) and all(row[3] for row in rows):
+            padded = self._graphs.padded(len(rows))
+            drawing = self._batch.send_decode(rows, changes, padded)
+            return self._draw(rows, drawing, self._graphs.run(padded), {})
+        if num_tokens <= self._most_padded and all(row[0].sampling.prompt_logprobs is None for row in rows):
+            padded = self._token_graphs.padded(num_tokens)
+            drawing = self._batch.send_padded(rows, changes, padded)
+            return self._draw(rows, drawing, self._token_graphs.run(padded), {})
+        return self._run_mixed(self._model, rows, changes)
 
     def shutdown(self) -> None:
         """Give model and caches back; further calls of execute raise RuntimeError."""
         self._model = None
-        self._graphs = DecodeGraphs(self._decode, (), self.device)
+        self._graphs = StepGraphs(self._decode, (), self.device)
+        self._token_graphs = StepGraphs(self._padded, (), self.device)
         self.kv_cache = self.kv_cache.new_empty(0)
         self.host_cache = self.host_cache.new_empty(0)
 
-    def _decode(self, padded: int) -> torch.Tensor:
-        """Logits [P, V] of a step of P rows of one token each, from what lies on the device."""
+    def _decode(self, padded: int) -> Draws:
+        """A step of P rows of one token each, from what lies on the device."""
         assert self._model is not None
-        return self._model.compute_logits(self._model.forward(*self._batch.decode_inputs(padded)))
+        inputs = self._batch.decode_inputs(padded)
+        hidden_PH = self._model.forward(inputs.token_ids, inputs.positions, inputs.attention)
+        return self._sampler.draws(self._model.compute_logits(hidden_PH), inputs.seats, inputs.num_tokens)
 
-    def _run_mixed(
-        self,
-        model: Decoder,
-        rows: Sequence[ScheduledRequest],
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: AttentionMetadata,
-        drawing: Drawing,
-    ) -> Pending:
-        hidden_TH = model.forward(token_ids, positions, attention)
+    def _padded(self, padded: int) -> Draws:
+        """A step of T tokens of any rows, padding included, from what lies on the device."""
+        assert self._model is not None
+        inputs = self._batch.padded_inputs(padded)
+        hidden_TH = self._model.forward(inputs.token_ids, inputs.positions, inputs.attention)
+        logits_SV = self._model.compute_logits(hidden_TH[inputs.hidden_rows])
+        return self._sampler.draws(logits_SV, inputs.seats, inputs.num_tokens)
+
+    def _run_mixed(self, model: Decoder, rows: Sequence[ScheduledRequest], changes: SeatChanges) -> Pending:
+        drawing, inputs = self._batch.send_mixed(rows, changes)
+        hidden_TH = model.forward(inputs.token_ids, inputs.positions, inputs.attention)
         prompts = prompt_logprobs(model.compute_logits, rows, hidden_TH)
         if not drawing.rows:
             return StepResult([-1] * len(rows), prompt_logprobs=prompts)
-        return self._draw(rows, drawing, model.compute_logits(hidden_TH[drawing.hidden_rows]), prompts)
+        logits_SV = model.compute_logits(hidden_TH[inputs.hidden_rows])
+        return self._draw(rows, drawing, self._sampler.draws(logits_SV, inputs.seats, inputs.num_tokens), prompts)
 
     def _draw(
         self,
         rows: Sequence[ScheduledRequest],
         drawing: Drawing,
-        logits_SV: torch.Tensor,
+        draws: Draws,
         prompts: Mapping[int, Sequence[TokenLogprobs]],
     ) -> Pending:
         """Draw the tokens, keep them for the next step, and send them home."""
-        requests = [rows[index].request for index in drawing.rows]
-        draw = self._sampler.draw(logits_SV, requests, drawing.seats, drawing.num_tokens)
+        if not drawing.rows:
+            return StepResult([-1] * len(rows))
+        draws = draws.first(len(drawing.rows))
+        drawn = rows if len(drawing.rows) == len(rows) else [rows[index] for index in drawing.rows]
+        draw = self._sampler.draw(draws, drawn, drawing.sitting)
         token_ids = draw.sampled.token_ids
-        self._batch.store(token_ids, drawing.seats)
+        self._batch.store(token_ids, draws.seats)
         return _Step(len(rows), drawing.rows, draw, self._batch.staging.fetch(token_ids), prompts)
 
     def _move_blocks(self, batch: Batch) -> None:

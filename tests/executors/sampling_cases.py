@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from research_engine.engine.contract import TokenLogprobs
+from research_engine.engine.contract import ScheduledRequest, TokenLogprobs
 from research_engine.engine.request import Request
 from research_engine.engine.sampling_params import SamplingParams
 from research_engine.executors.philox import uniform
@@ -20,7 +20,9 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int]
     sampler = Sampler(count, vocab_size, logits.device)
     sampler.sit_down(list(enumerate(requests)))
     positions = torch.tensor([request.num_tokens for request in requests], device=logits.device)
-    draw = sampler.draw(logits, requests, torch.arange(count, device=logits.device), positions)
+    rows = [ScheduledRequest(request, request.num_tokens - 1, 1, True, 0) for request in requests]
+    draws = sampler.draws(logits, torch.arange(count, device=logits.device), positions)
+    draw = sampler.draw(draws, rows, range(count))
     token_ids = draw.sampled.token_ids.tolist()
     draw.check(token_ids)
     return token_ids, draw.logprobs(token_ids)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from research_engine.executors.decode_graphs import DecodeGraphs, ladder
+from research_engine.engine.config import EngineConfig
+from research_engine.executors.decode_graphs import StepGraphs, ladder, token_ladder
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 64, 100, 256, 1000, 1024])
@@ -17,9 +18,17 @@ def test_a_ladder_reaches_its_end_and_pads_by_an_eighth_or_eight_rows_at_most(mo
         assert size - rows < max(8, rows / 8), (rows, size)
 
 
+def test_steps_with_prompts_are_captured_as_long_as_launching_them_takes_longer_than_computing_them():
+    config = EngineConfig(num_blocks=10, max_num_batched_tokens=8192)
+    assert token_ladder(config, 135_000_000) == list(range(64, 1025, 64))
+    assert token_ladder(config, 8_000_000_000) == [64, 128]
+    assert token_ladder(EngineConfig(num_blocks=10, max_num_batched_tokens=300), 1) == [64, 128, 192, 256]
+    assert token_ladder(config, 70_000_000_000) == []
+
+
 def test_without_a_gpu_every_size_is_run_as_it_is():
     ran = []
-    graphs = DecodeGraphs(lambda size: ran.append(size) or torch.zeros(size), ladder(64), torch.device("cpu"))
+    graphs = StepGraphs(lambda size: ran.append(size) or torch.zeros(size), ladder(64), torch.device("cpu"))
     assert graphs.padded(13) == 13
     assert graphs.run(13).shape == (13,)
     graphs.capture_all()

@@ -51,6 +51,29 @@ def test_the_cache_has_the_layout_dtype_and_size_that_were_promised(loaded):
     assert executor.kv_cache.nbytes == 7 * kv_bytes_per_block(loaded.config, 4, loaded.model.dtype)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_padding_a_step_with_prompts_changes_no_token(loaded, overlap):
+    prompts = [[(7 * i + j) % 250 for j in range(3 + 17 * i % 60)] for i in range(9)]
+    options = {"num_blocks": 60, "max_num_batched_tokens": 64, "max_num_seqs": 5, "overlap": overlap}
+    expected = run(make_engine(loaded, **options), prompts, temperature=0.8, seed=3)
+    engine = make_engine(loaded, **options)
+    executor, sizes = engine.executor, []
+    executor._most_padded = 64  # what graphs of a GPU are captured for
+    executor._token_graphs.padded = lambda size: sizes.append(size) or -(-size // 16) * 16
+    assert run(engine, prompts, temperature=0.8, seed=3) == expected
+    assert any(size % 16 for size in sizes) and max(sizes) <= 64
+
+
+def test_prompt_log_probabilities_are_computed_by_steps_that_are_not_padded(loaded):
+    engine = make_engine(loaded, max_num_batched_tokens=64)
+    engine.executor._most_padded = 64
+    sampling = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)
+    request = engine.add_request("asks", [1, 2, 3, 4], sampling)[0]
+    while engine.has_unfinished:
+        engine.step()
+    assert len(request.prompt_logprobs) == 3
+
+
 def test_what_unused_slots_hold_has_no_effect(loaded):
     prompts = [[5] * 3, list(range(60)), list(range(100, 117))]
     clean, dirty = make_engine(loaded), make_engine(loaded)
