@@ -79,7 +79,7 @@ struct WeightStream {
 
   __device__ WeightStream(const SkinnyGemmParams& params, uint32_t warp_ring, int first_tile, int tile_stride, int first_unit, int warp_steps)
       : p(params), steps(warp_steps), first_depth(first_unit * kUnitDepth + threadIdx.x % 4 * 8), tile_step(tile_stride),
-        ring(warp_ring + threadIdx.x % 32 * 16), policy(read_once_policy(1)), tile(steps > 0 ? first_tile : params.tiles) {
+        ring(warp_ring + threadIdx.x % 32 * 16), policy(read_once_policy()), tile(steps > 0 ? first_tile : params.tiles) {
     begin_tile();
   }
 
