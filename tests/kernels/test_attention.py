@@ -131,6 +131,15 @@ def test_k10_every_head_size_on_every_path(device: str, head_size: int) -> None:
         check(make_batch([(1, 70), (9, 33)], head_size=head_size, dtype=dtype, device=device), path=path)
 
 
+def test_k10_a_head_size_that_is_not_built_is_named(device: str) -> None:
+    batch = make_batch([(1, 70), (9, 33)], head_size=257, device=device)
+    if device == "cpu":  # takes any
+        check(batch)
+        return
+    with pytest.raises(ValueError, match="head size 257 is not built for CUDA; 1 to 256 are"):
+        run(batch, scale=0.1)
+
+
 @pytest.mark.parametrize("batch_size", [1, 128])
 def test_k12_forced_paths_and_splits_agree(device: str, batch_size: int) -> None:
     batch = make_batch([(1, 100 + 3 * i % 90) for i in range(batch_size)], num_kv_heads=1, head_size=32, device=device)
@@ -354,13 +363,17 @@ def test_k18_a_captured_call_replays_from_1k_to_100k(device: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kernels.paged_attention(*batch.tensors(), **options)
-    for share in (0.01, 0.3, 1.0):
+    for share, padded in ((0.01, 0), (0.3, 2), (1.0, 0), (0.02, 3)):  # padded rows of a graph have length 0
         batch.seq_lens.copy_((whole * share).ceil())
+        batch.seq_lens[len(lengths) - padded :] = 0
         out.fill_(torch.nan)
         graph.replay()
         expected = kernels.reference.paged_attention(*batch.tensors(), scale=128**-0.5)
         torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
         assert (workspace[:1024] == 0).all(), "a counter was left behind"
+    before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
+    kernels.paged_attention(*batch.tensors(), **options)
+    assert torch.cuda.memory_stats(device)["allocation.all.allocated"] == before, "the op allocates"
 
 
 @pytest.mark.gpu
