@@ -58,6 +58,12 @@ def test_the_policy_of_the_readme_has_about_30_lines() -> None:
     assert len(block.splitlines()) <= 30
 
 
+@pytest.mark.parametrize("readme", DOCUMENTS[:2], ids=lambda path: path.name)
+def test_a_readme_links_to_every_page(readme: Path) -> None:
+    text = readme.read_text(encoding="utf-8")
+    assert [page.name for page in DOCUMENTS[2:] if f"](docs/{page.name})" not in text] == []
+
+
 def test_both_readmes_give_the_same_commands() -> None:
     commands = [
         re.findall(r"^pip install .*$", path.read_text(encoding="utf-8"), re.MULTILINE) for path in DOCUMENTS[:2]
