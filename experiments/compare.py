@@ -113,8 +113,9 @@ def compare(a: RunFiles, b: RunFiles, names: Sequence[str] = ()) -> Comparison:
     differences = [d for label, one, other in common for name in wanted if (d := _difference(label, name, one, other))]
     compared = {label for _, one, other in common for label in (one.label, other.label)}
     only = tuple([label for label in cells if label not in compared] for cells in (cells_a, cells_b))
+    configs = [{k: v for k, v in run.config.items() if k != "description"} for run in (a, b)]
     environments = [{k: v for k, v in run.environment.items() if k not in _IGNORED} for run in (a, b)]
-    return Comparison(_differing(a.config, b.config), _differing(*environments), differences, (only[0], only[1]))
+    return Comparison(_differing(*configs), _differing(*environments), differences, (only[0], only[1]))
 
 
 def _difference(label: str, name: str, one: CellResults, other: CellResults) -> Difference | None:
@@ -188,9 +189,8 @@ def _print(found: Comparison, run_a: Path, run_b: Path) -> None:
         for key, (one, other) in pairs.items():
             table.add_row(Text(key), *(Text("-" if value is None else str(value)) for value in (one, other)))
         console.print(table)
-    table = Table(
-        "cell", "metric", "A", "B", "change (%)", "95 %", "p", "verdict", title="results", title_justify="left"
-    )
+    columns = ("cell", "metric", "A", "B", "change (%)", "95 %", "p", "verdict")
+    table = Table(*(Column(name, overflow="fold") for name in columns), title="results", title_justify="left")
     for d in found.differences:
         metric, percent = METRICS[d.metric], d.change.percent
         known = percent.mean == percent.mean

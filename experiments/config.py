@@ -219,6 +219,7 @@ def load_experiment(name: str, overrides: Sequence[str] = ()) -> tuple[Experimen
     raw.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "experiment")
     for word in overrides:
         _override(raw, word, origin)
+    _add_changes(raw, overrides)
     try:
         experiment = Experiment.model_validate(raw)
     except ValidationError as error:
@@ -226,6 +227,10 @@ def load_experiment(name: str, overrides: Sequence[str] = ()) -> tuple[Experimen
     cells = list(_cells(experiment, raw, origin))
     _check_schedulers(cells, origin)
     return experiment, cells
+
+
+# Keys whose change makes no description wrong.
+_UNTOLD = ("name", "description", "seeds", "repeats", "baseline", "outputs", "explain")
 
 
 def _find(name: str) -> Path:
@@ -264,6 +269,14 @@ def _override(raw: dict[str, Any], word: str, origin: Origin) -> None:
     origin.lines = {known: line for known, line in origin.lines.items() if known[: len(path)] != path}
     for depth in range(1, len(path) + 1):
         origin.lines.setdefault(path[:depth], f"command line, {word}")
+
+
+def _add_changes(raw: dict[str, Any], overrides: Sequence[str]) -> None:
+    """The description, a table's title, also says what the command line changed of the experiment; mutates `raw`."""
+    heads = [word.partition("=")[0].partition(".")[0] for word in overrides]
+    told = [word for word, head in zip(overrides, heads, strict=True) if head not in _UNTOLD]
+    if told and raw.get("description") and "description" not in heads:
+        raw["description"] = f"{raw['description']}; changed: {' '.join(told)}"
 
 
 def _keep_baseline(raw: dict[str, Any], factor: str, levels: list[Any]) -> None:

@@ -182,7 +182,7 @@ class _Screen:
         done = self._report.finished
         left = (time.monotonic() - self._begin) / done * (self._total - done)
         still = f"; {done} of {self._total}, about {_duration(left)} left" if done < self._total else ""
-        self._console.print(f"{trial.name}: {_outcome(summary)}{still}", markup=False)
+        self._console.print(f"{trial.name}: {_outcome(summary)}{still}", markup=False, soft_wrap=True)
 
     def failed(self, trial: Trial, failure: Failure) -> None:
         self.failures.append((trial, failure))

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 
 def main() -> int:
@@ -59,7 +59,7 @@ def main() -> int:
             if (problem := arch_problem(capability, info["cuda_archs"], name)) is not None:
                 problems.append(problem)
     console = Console()
-    table = Table(show_header=False, box=None)
+    table = Table(Column(), Column(overflow="fold"), show_header=False, box=None)  # paths are to be copied: whole
     for name, value in rows.items():
         if value:
             table.add_row(name, value)

@@ -256,7 +256,7 @@ def main(options: Annotated[SchedulerBenchOptions, tyro.conf.arg(name="")]) -> i
         f"({platform.processor() or platform.machine()}, Python {platform.python_version()})"
     )
     table = Table(title=title, title_justify="left")
-    table.add_column("scheduler")
+    table.add_column("scheduler", overflow="fold")
     for column in ("full", "of fcfs", "turnover", "of fcfs", "events"):
         table.add_column(column, justify="right")
     first = measure(options, "fcfs")

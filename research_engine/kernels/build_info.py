@@ -50,7 +50,8 @@ def build_info() -> dict[str, Any]:
         info["cuda_devices"] = [_C.cuda_device_description(i) for i in range(_C.cuda_device_count())]
     else:
         info["problems"].append(
-            "CPU-only build, nvcc was not found: put nvcc on PATH or set CUDA_HOME, and run `pip install -e .`."
+            "CPU-only build, since nvcc was not found when it was made: put nvcc on PATH or set CUDA_HOME, and run "
+            "`pip install -e .`."
         )
     if len(info["openmp_runtimes"]) > 1:
         info["problems"].append(

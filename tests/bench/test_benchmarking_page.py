@@ -70,10 +70,11 @@ def test_the_commands_of_the_page_run(tmp_path):
 
 def test_the_page_names_no_option_that_does_not_exist():
     from research_engine import chat
-    from research_engine.bench import serve_options
+    from research_engine.bench import offline, serve_options, step
 
     parts = [serve_options.TargetOptions, serve_options.DatasetOptions, serve_options.TrafficOptions,
-             serve_options.SamplingOptions, serve_options.ReportOptions, chat.ChatOptions]  # fmt: skip
+             serve_options.SamplingOptions, serve_options.ReportOptions, chat.ChatOptions,
+             offline.LatencyOptions, step.StepOptions]  # fmt: skip
     known = {f"--{name.replace('_', '-')}" for part in parts for name in part.__dataclass_fields__}
     known |= {"--no-self-timed", "--streams", "--seconds"}
     text = PAGE.read_text(encoding="utf-8").replace(engine_rows(), "")

@@ -42,9 +42,26 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_to_a_section_lead_to_one(document: Path) -> None:
+    links = re.findall(r"\]\(([^)\s#:]*\.md)?#([^)\s]+)\)", document.read_text(encoding="utf-8"))
+    pages = {name: (document.parent / name if name else document).read_text(encoding="utf-8") for name, _ in links}
+    titles = {name: re.findall(r"^#+ (.*)$", text, re.MULTILINE) for name, text in pages.items()}
+    anchors = {
+        name: {re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in found} for name, found in titles.items()
+    }
+    assert [(name, anchor) for name, anchor in links if anchor not in anchors[name]] == []
+
+
 def test_the_policy_of_the_readme_has_about_30_lines() -> None:
     (block,) = [text for kind, _, _, text in BLOCK.findall((ROOT / "README.md").read_text()) if kind == "file"]
     assert len(block.splitlines()) <= 30
+
+
+@pytest.mark.parametrize("readme", DOCUMENTS[:2], ids=lambda path: path.name)
+def test_a_readme_links_to_every_page(readme: Path) -> None:
+    text = readme.read_text(encoding="utf-8")
+    assert [page.name for page in DOCUMENTS[2:] if f"](docs/{page.name})" not in text] == []
 
 
 def test_both_readmes_give_the_same_commands() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from research_engine import LLM, SamplingParams
+from research_engine import LLM, SamplingParams, kernels
 from research_engine.executors.kv_scales import kv_scales, measured_kv_scales
 from research_engine.llm import LoadedModel, build_engine, load
 from research_engine.loading import LoadError, load_model, resolve_model
@@ -59,6 +59,28 @@ def test_scales_of_an_int8_cache_are_measured_for_every_head(loaded: LoadedModel
     assert scales.shape == (2, 2, 2) and scales.dtype == torch.float32
     assert bool((scales > 0).all()) and scales.flatten().unique().numel() == 8
     assert torch.equal(scales, measured_kv_scales(loaded.model)), "two measurements differ"
+
+
+def test_k29_measured_scales_cover_every_written_value(loaded: LoadedModel, device: str) -> None:
+    """Each head's largest key and value of the measuring run, wherever in it, becomes 127 / 1.5: none is saturated."""
+    model = load(EngineOptions("dummy:tiny", device=device), progress=False).model if device == "cuda" else loaded.model
+    written = []
+
+    class Watched:
+        config, dtype, device, kv_scales = model.config, model.dtype, model.device, None
+
+        def forward(self, token_ids, positions, attention):
+            written.append(attention.kv_cache)
+            return model.forward(token_ids, positions, attention)
+
+    scales = measured_kv_scales(Watched())
+    (kv,) = written  # [L, 2, 1, Hkv, tokens, D]
+    codes = torch.zeros(kv.shape, dtype=torch.int8, device=device)
+    slots = torch.arange(kv.shape[4], device=device)
+    for layer, (keys, values) in enumerate(kv[:, :, 0].transpose(2, 3)):
+        names = dict(zip(("key_scale", "value_scale"), scales[layer], strict=True))
+        kernels.reshape_and_cache(keys, values, codes[layer, 0], codes[layer, 1], slots, check_values=True, **names)
+    assert (codes.int().abs().amax(dim=(2, 4, 5)) == 85).all()
 
 
 def test_a_float8_cache_without_scales_in_the_checkpoint_has_scales_of_one(loaded: LoadedModel) -> None:

@@ -183,6 +183,19 @@ def test_what_ships_is_valid_and_described(name: str) -> None:
     assert yaml.safe_load(available()[name].read_text())["baseline"]
 
 
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        (["model=dummy:tiny", "scheduler=[fcfs,vtc]"], "texts; changed: model=dummy:tiny scheduler=[fcfs,vtc]"),
+        (["seeds=[4]", "explain=true", "num_blocks=70"], "texts; changed: num_blocks=70"),
+        (["seeds=[4]", "outputs.plots=[]"], "texts"),
+        (["num_blocks=70", "description=mine"], "mine"),
+    ],
+)
+def test_a_description_says_what_the_command_line_changed(words: list[str], end: str) -> None:
+    assert load_experiment("quickstart", words)[0].description.endswith(end)
+
+
 @pytest.mark.parametrize(("stem", "name"), [("mine", "mine"), ("my été 2", "my-t-2"), ("实验", "experiment")])
 def test_an_experiment_without_a_name_takes_one_from_its_file(stem: str, name: str, tmp_path: Path) -> None:
     path = tmp_path / f"{stem}.yaml"

@@ -56,7 +56,7 @@ def test_the_page_needs_nothing_but_itself(finished: Path) -> None:
     assert not re.search(r'(?:src|href)="(?!data:)', page)
     assert "http" not in re.sub(r'base64,[^"]*', "", page)
     for part in (
-        "<caption>mine: test</caption>",
+        "<caption>mine: test; changed: workload.num_requests=12 workload.clients=",
         "changes</caption>",
         "<h2>Environment</h2>",
         "<h2>Configuration</h2>",

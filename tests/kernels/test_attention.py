@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from research_engine import kernels
-from research_engine.kernels._checks import CPU_DTYPES, CUDA_DTYPES
+from research_engine.kernels._checks import CPU_DTYPES, CUDA_DTYPES, QUANTIZED_CACHE_DTYPES
 from research_engine.kernels.attention import CPU_PATHS, PATHS
 from tests.kernels.attention_cases import check, make_batch, run
 
@@ -62,26 +62,82 @@ def test_mixed_batches_equal_the_oracle(device: str, data: st.DataObject, length
     )
 
 
+def per_path(device: str) -> list[tuple[str, torch.dtype]]:
+    """Every path with every dtype of the device: 16 bits take the tensor cores where a path has them, 32 do not."""
+    return [(path, dtype) for path in FORCED[device] for dtype in DTYPES[device]]
+
+
+@pytest.mark.parametrize("cache_dtype", [None, *QUANTIZED_CACHE_DTYPES])
+def test_k4_what_lies_in_unused_slots_has_no_effect(device: str, cache_dtype: torch.dtype | None) -> None:
+    """NaN (float8: 0x7F) past the last key, in blocks that nobody references, and in those of the table's tail."""
+    for path, dtype in per_path(device):
+        lengths = [(1, 70), (9, 33), (1, 1), (1, 0)]
+        batch = make_batch(lengths, head_size=64, dtype=dtype, cache_dtype=cache_dtype, device=device)
+        used = torch.zeros(batch.key_cache.shape[0], 16, dtype=torch.bool, device=device)
+        for row, (_, length) in enumerate(lengths):
+            blocks = batch.block_tables[row, : -(-length // 16)].long()
+            used[blocks] = (torch.arange(16 * len(blocks), device=device) < length).view(-1, 16)
+        (free, *_) = (~used).all(1).nonzero().flatten().tolist()
+        for row, (_, length) in enumerate(lengths):
+            batch.block_tables[row, -(-length // 16) :] = free
+        results = [run(batch, scale=0.125, path=path)]
+        keep = used[:, None, :, None]
+        for cache in (batch.key_cache, batch.value_cache):
+            raw = cache if cache_dtype is None else cache.view(torch.uint8)
+            if cache_dtype != torch.int8:
+                unused = torch.where(keep, torch.nan, cache.float())
+                assert unused.isnan().all(), "the batch holds no NaN, and nothing is tested"
+            raw.copy_(torch.where(keep, raw, torch.zeros_like(raw)))
+        results.append(run(batch, scale=0.125, path=path))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), f"{path}, {dtype}: read what is unused"
+        assert not results[0][0].isnan().any()
+
+
+@pytest.mark.parametrize("wild", [-1, -(2**31), 2**31 - 1, 10_000])
+def test_k5_ids_after_the_last_needed_block_are_never_followed(device: str, wild: int) -> None:
+    for path, dtype in per_path(device):
+        lengths = [(1, 64), (9, 33), (1, 0), (20, 20)]
+        batch = make_batch(lengths, dtype=dtype, device=device, spare_columns=3)
+        results = []
+        for tail in (0, wild):
+            for row, (_, length) in enumerate(lengths):
+                batch.block_tables[row, -(-length // 16) :] = tail
+            results.append(check(batch, path=path, check_values=True))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), f"{path}, {dtype}: followed {wild}"
+
+
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_k6_lengths_around_a_block_boundary(device: str, block_size: int) -> None:
     lengths = [(1, n) for n in (block_size - 1, block_size, block_size + 1, 1)]
-    batch = make_batch(lengths, block_size=block_size, device=device, spare_columns=1)
-    expected, _ = check(batch)
-    batch.block_tables = batch.block_tables[:, :-1]
-    assert torch.equal(check(batch)[0], expected), "a spare column changed the result"
+    for path, dtype in per_path(device):
+        batch = make_batch(lengths, block_size=block_size, dtype=dtype, device=device, spare_columns=1)
+        expected, _ = check(batch, path=path, split_size=64)
+        batch.block_tables = batch.block_tables[:, :-1]
+        out, _ = check(batch, path=path, split_size=64)
+        assert torch.equal(out, expected), f"{path}, {dtype}: a spare column changed the result"
 
 
 @pytest.mark.parametrize("group", [1, 3, 5, 6, 7, 8, 9, 16, 32])
 def test_k9_every_head_ratio_on_every_path(device: str, group: int) -> None:
-    for path in FORCED[device]:
-        check(make_batch([(1, 70), (9, 33)], group=group, head_size=32, device=device), path=path)
+    for path, dtype in per_path(device):
+        for head_size in (32, 64):
+            batch = make_batch([(1, 70), (9, 33)], group=group, head_size=head_size, dtype=dtype, device=device)
+            check(batch, path=path)
 
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 def test_k10_every_head_size_on_every_path(device: str, head_size: int) -> None:
-    for path in FORCED[device]:
-        for dtype in DTYPES[device]:
-            check(make_batch([(1, 70), (9, 33)], head_size=head_size, dtype=dtype, device=device), path=path)
+    for path, dtype in per_path(device):
+        check(make_batch([(1, 70), (9, 33)], head_size=head_size, dtype=dtype, device=device), path=path)
+
+
+def test_k10_a_head_size_that_is_not_built_is_named(device: str) -> None:
+    batch = make_batch([(1, 70), (9, 33)], head_size=257, device=device)
+    if device == "cpu":  # takes any
+        check(batch)
+        return
+    with pytest.raises(ValueError, match="head size 257 is not built for CUDA; 1 to 256 are"):
+        run(batch, scale=0.1)
 
 
 @pytest.mark.parametrize("batch_size", [1, 128])
@@ -94,10 +150,22 @@ def test_k12_forced_paths_and_splits_agree(device: str, batch_size: int) -> None
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("batch_size", [1, 128])
+def test_k12_forced_paths_and_splits_equal_the_oracle_in_16_bits(device: str, batch_size: int) -> None:
+    """Where there are tensor cores, 16 bits and a head size of 64 take them."""
+    batch = make_batch(
+        [(1, 100 + 3 * i % 90) for i in range(batch_size)], num_kv_heads=1, dtype=torch.bfloat16, device=device
+    )
+    for path in FORCED[device]:
+        for split_size in (None, 16, 100, 1000):
+            check(batch, path=path, split_size=split_size)
+
+
 def test_k7_rows_that_see_nothing_are_zero(device: str) -> None:
-    batch = make_batch([(1, 40), (1, 0), (5, 3), (0, 7), (1, 1)], device=device)
-    out, lse = check(batch)
-    assert (out[1:4] == 0).all() and (lse[1:4] == -torch.inf).all()
+    for path, dtype in per_path(device):
+        batch = make_batch([(1, 40), (1, 0), (5, 3), (0, 7), (1, 1)], dtype=dtype, device=device)
+        out, lse = check(batch, path=path)
+        assert (out[1:4] == 0).all() and (lse[1:4] == -torch.inf).all(), f"{path}, {dtype}"
 
 
 def test_sink_alone_takes_the_whole_weight_of_an_empty_row(device: str) -> None:
@@ -147,7 +215,8 @@ def test_k16_softcap_comes_before_the_mask_and_alibi_after_the_softcap(device: s
 
 
 def test_k17_chunk_of_a_long_prefill(device: str) -> None:
-    check(make_batch([(300, 4096)], num_kv_heads=1, head_size=32, device=device))
+    for path, dtype in per_path(device) if device == "cuda" else [("auto", torch.float32)]:
+        check(make_batch([(300, 4096)], num_kv_heads=1, dtype=dtype, device=device), path=path)
 
 
 def test_k15_strides_of_query_out_and_caches_are_honoured(device: str) -> None:
@@ -188,10 +257,11 @@ def test_k19_partial_results_are_float32(device: str, dtype: torch.dtype) -> Non
 
 
 def test_k20_same_call_gives_the_same_bits(device: str) -> None:
-    batch = make_batch([(1, 400), (30, 70), (1, 33)], device=device)
-    first = run(batch, scale=0.125)
-    for _ in range(100):
-        assert all(torch.equal(a, b) for a, b in zip(first, run(batch, scale=0.125), strict=True))
+    for dtype in DTYPES[device]:
+        batch = make_batch([(1, 400), (30, 70), (1, 33)], dtype=dtype, device=device)
+        first = run(batch, scale=0.125)
+        for _ in range(100):
+            assert all(torch.equal(a, b) for a, b in zip(first, run(batch, scale=0.125), strict=True))
 
 
 @pytest.mark.parametrize("group", [1, 4, 16])
@@ -293,13 +363,17 @@ def test_k18_a_captured_call_replays_from_1k_to_100k(device: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kernels.paged_attention(*batch.tensors(), **options)
-    for share in (0.01, 0.3, 1.0):
+    for share, padded in ((0.01, 0), (0.3, 2), (1.0, 0), (0.02, 3)):  # padded rows of a graph have length 0
         batch.seq_lens.copy_((whole * share).ceil())
+        batch.seq_lens[len(lengths) - padded :] = 0
         out.fill_(torch.nan)
         graph.replay()
         expected = kernels.reference.paged_attention(*batch.tensors(), scale=128**-0.5)
         torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
         assert (workspace[:1024] == 0).all(), "a counter was left behind"
+    before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
+    kernels.paged_attention(*batch.tensors(), **options)
+    assert torch.cuda.memory_stats(device)["allocation.all.allocated"] == before, "the op allocates"
 
 
 @pytest.mark.gpu
@@ -329,8 +403,10 @@ def test_k2_block_ids_past_16_bits(device: str) -> None:
     tables = torch.tensor([[65_535], [65_536]], device=device, dtype=torch.int32)
     starts = torch.tensor([0, 1, 2], device=device, dtype=torch.int32)
     lengths = torch.ones(2, device=device, dtype=torch.int32)
-    out = kernels.paged_attention(torch.ones(2, 1, 8, device=device), cache, cache, tables, starts, lengths, scale=1.0)
-    assert out[:, 0, 0].tolist() == [1.0, 2.0]
+    query = torch.ones(2, 1, 8, device=device)
+    for path in FORCED[device]:
+        out = kernels.paged_attention(query, cache, cache, tables, starts, lengths, scale=1.0, path=path)
+        assert out[:, 0, 0].tolist() == [1.0, 2.0], path
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

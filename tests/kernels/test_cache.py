@@ -111,6 +111,24 @@ def test_k1_block_moves_past_32_bits(device: str) -> None:
         assert (cache[0, :, block] == 1.5).all()
 
 
+def test_k14_padded_and_missing_slots_are_skipped(device: str) -> None:
+    key, cache = torch.arange(1.0, 6.0, device=device).view(5, 1, 1), torch.zeros(2, 1, 4, 1, device=device)
+    slots = torch.tensor([6, -1, 0], device=device)  # of five tokens; the last two have none
+    kernels.reshape_and_cache(key, -key, cache, out := torch.zeros_like(cache), slots, check_values=True)
+    assert cache.flatten().tolist() == [3, 0, 0, 0, 0, 0, 1, 0]
+    assert torch.equal(out, -cache)
+
+
+def test_k15_keys_and_values_of_different_strides(device: str) -> None:
+    wide, tall = torch.randn(5, 3, 8, device=device), torch.randn(10, 7, 20, device=device)
+    key, value = wide[:, 1:3], tall[::2, 2:4, 5:13]
+    assert key.stride() != value.stride()
+    caches = torch.zeros(2, 2, 2, 4, 8, device=device)
+    kernels.reshape_and_cache(key, value, caches[0], caches[1], torch.arange(5, device=device))
+    for cache, rows in zip(caches, (key, value), strict=True):
+        assert torch.equal(cache.transpose(1, 2).reshape(8, 2, 8)[:5], rows)
+
+
 def test_k14_slot_mapping_longer_than_the_tokens(device: str) -> None:
     key, cache = torch.randn(2, 1, 8, device=device), torch.zeros(2, 1, 4, 8, device=device)
     with pytest.raises(ValueError, match=r"slot_mapping: shape \[3\].*more slots than tokens \(key has 2 rows\)"):
@@ -152,12 +170,13 @@ def test_k23_copies_whose_order_would_matter_are_refused(device: str, pairs: lis
             kernels.copy_blocks(cache, torch.tensor(pairs, device=where), check_values=True)
 
 
-def test_k23_swap_refuses_one_destination_twice_but_not_one_id_on_both_sides() -> None:
-    source, destination = torch.randn(1, 2, 6, 1, 4, 8), torch.zeros(1, 2, 6, 1, 4, 8)
+def test_k23_swap_refuses_one_destination_twice_but_not_one_id_on_both_sides(device: str) -> None:
+    source, destination = torch.randn(1, 2, 6, 1, 4, 8), torch.zeros(1, 2, 6, 1, 4, 8, device=device)
+    source = source.pin_memory() if device == "cuda" else source
     with pytest.raises(ValueError, match="block 3 is a destination twice"):
         kernels.swap_blocks(source, destination, torch.tensor([(0, 3), (1, 3)]))
     kernels.swap_blocks(source, destination, torch.tensor([(2, 2), (0, 3)]))
-    assert torch.equal(destination[:, :, 2:4], source[:, :, [2, 0]])
+    assert torch.equal(destination[:, :, 2:4].cpu(), source[:, :, [2, 0]])
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,17 @@ def test_k11_more_gathered_tokens_than_a_small_grid_dimension(device: str) -> No
     assert torch.equal(key.flip(0), cache[:, :, 0]) and torch.equal(value, key)
 
 
+@pytest.mark.parametrize("wild", [-1, -(2**31), 2**31 - 1, 10_000])
+def test_k5_ids_after_the_last_gathered_block_are_never_followed(device: str, wild: int) -> None:
+    cache = torch.randn(6, 1, 4, 8, device=device)
+    tables = torch.tensor([[3, 1, wild], [5, wild, wild]], dtype=torch.int32, device=device)
+    start_loc = torch.tensor([0, 8, 10], dtype=torch.int32, device=device)
+    key, value = torch.full((2, 10, 1, 8), NAN, device=device)
+    kernels.gather_cache(cache, -cache, tables, start_loc, key, value, check_values=True)
+    assert torch.equal(key[:, 0], torch.cat((cache[3, 0], cache[1, 0], cache[5, 0, :2])))
+    assert torch.equal(value, -key)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -54,6 +54,17 @@ def test_values_are_divided_by_the_scale(device: str) -> None:
     assert stored([1.0, -3.0, 1000.0], FLOAT8, device, scale=4.0).tolist() == [0.25, -0.75, 256]
 
 
+@pytest.mark.parametrize(("dtype", "largest"), [(FLOAT8, 448.0), (torch.int8, 127.0)])
+def test_k29_a_scale_of_all_that_is_written_saturates_nothing(device: str, dtype: torch.dtype, largest: float) -> None:
+    """The scale of the first half alone would cut the second half off."""
+    values = torch.cat((torch.linspace(-3.0, 3.0, 32), torch.linspace(-700.0, 700.0, 32)))
+    scale = 700.0 / largest
+    read = stored(values.tolist(), dtype, device, scale=scale) * scale
+    half_a_step = 0.501 if dtype == torch.int8 else 16.0  # of the largest codes
+    torch.testing.assert_close(read, values, rtol=0, atol=half_a_step * scale)
+    assert stored(values.tolist(), dtype, device, scale=3.0 / largest).abs().max() == largest
+
+
 def test_every_float8_code_is_read_as_torch_reads_it(device: str) -> None:
     """One key a request and value rows of all codes: with a single key the output is the value."""
     codes = torch.arange(256, dtype=torch.uint8)

@@ -100,6 +100,19 @@ def test_rotary_embedding(device: str, data: st.DataObject, tokens: int, interle
     assert torch.equal(fused[:, :, rotary_dim:], expected[:, :, rotary_dim:]), "elements past rotary_dim changed"
 
 
+def test_k15_queries_and_keys_of_different_strides_are_rotated(device: str) -> None:
+    wide, tall = torch.randn(5, 7, 32, device=device), torch.randn(10, 3, 40, device=device)
+    query, key = wide[:, 1:5], tall[::2, 1:, 4:36]
+    expected, around = (query.clone(), key.clone()), (wide[:, 5:].clone(), tall[1::2].clone())
+    angles = torch.rand(50, 16, device=device) * 6
+    cos_sin, positions = torch.cat((angles.cos(), angles.sin()), dim=1), torch.arange(5, device=device) * 7
+    kernels.reference.rotary_embedding(positions, *expected, cos_sin)
+    kernels.rotary_embedding(positions, query, key, cos_sin)
+    for rotated, wanted in zip((query, key), expected, strict=True):
+        assert_close(rotated, wanted, torch.float32)
+    assert torch.equal(wide[:, 5:], around[0]) and torch.equal(tall[1::2], around[1]), "wrote beside"
+
+
 @property_test
 @given(data=st.data(), tokens=st.integers(0, 20), interleaved=st.booleans(), seed=st.integers(0, 10**6))
 def test_rotary_and_cache_is_the_rotation_and_then_the_write(

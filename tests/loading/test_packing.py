@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from research_engine.layers.quantized import QuantizedProduct, QuantizedTensor
+from research_engine.loading.errors import LoadError
 from research_engine.loading.gguf_packed import quantized_blocks
 from research_engine.loading.packing import AWQ_ORDER, unpack, unpack_awq
 from research_engine.loading.quantized import QuantizedCheckpoint
@@ -88,11 +89,16 @@ def gptq(qzeros: int, bits: int = 4, zero_offset: int = 1) -> QuantizedTensor:
         (0xFFFFFFFF, 8, 1, 0),
     ],
 )
-def test_gptq_zero_points(qzeros: int, bits: int, zero_offset: int, zero: int) -> None:
-    dense = gptq(qzeros, bits, zero_offset).dequantize()
-    expected = (torch.arange(32).remainder(1 << bits) - zero).float()
+def test_k25_gptq_zero_points_stay_within_the_bits(
+    device: str, qzeros: int, bits: int, zero_offset: int, zero: int
+) -> None:
+    found = gptq(qzeros, bits, zero_offset).to(torch.device(device))
+    dense = found.dequantize()
+    expected = (torch.arange(32, device=device).remainder(1 << bits) - zero).float()
     assert torch.equal(dense[0], expected * 0.5)
     assert torch.equal(dense[1], expected * 2)
+    one = torch.eye(32, device=device, dtype=torch.float32 if device == "cpu" else torch.float16)[:7]
+    assert torch.equal(QuantizedProduct([found])(one).float(), dense.T[:7])  # multiples of a half, below 2^11: exact
 
 
 def test_the_zero_points_of_symmetric_weights_take_no_memory() -> None:
@@ -189,9 +195,19 @@ def test_matrices_of_different_orders_are_products_of_their_own() -> None:
     torch.testing.assert_close(QuantizedProduct(parts)(x), x @ torch.cat([values for _, values in made]).T)
 
 
-def test_k26_widths_that_are_no_multiple_of_128() -> None:
-    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
-    tensors, values = quantize("awq", weight, 32)
-    x = torch.randn(2, 96)
-    product = QuantizedProduct([matrix(tensors, Quantization("awq", 4, 32))])
-    torch.testing.assert_close(product(x), x @ values.T, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize(("n", "k"), [(64, 96), (8, 32), (72, 128), (136, 160)])
+def test_k26_awq_widths_that_are_no_multiple_of_128(device: str, n: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors, values = quantize("awq", torch.randn(n, k, generator=generator), 32)
+    dtype, tolerance = (torch.float32, 1e-4) if device == "cpu" else (torch.float16, 1e-2)
+    x = torch.randn(2, k, generator=generator).to(dtype)
+    product = QuantizedProduct([matrix(tensors, Quantization("awq", 4, 32)).to(torch.device(device))])
+    torch.testing.assert_close(
+        product(x.to(device)).cpu().float(), x.float() @ values.T, rtol=tolerance, atol=tolerance
+    )
+
+
+def test_k26_an_awq_depth_that_is_no_multiple_of_the_group_is_refused() -> None:
+    tensors, _ = quantize("awq", torch.randn(64, 96), 32)
+    with pytest.raises(LoadError, match="K = 96.* no multiple of group_size = 40"):
+        matrix(tensors, Quantization("awq", 4, 40))

@@ -59,4 +59,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(main))
+    sys.exit(tyro.cli(main, prog="python -m research_engine.kernels.jit"))
