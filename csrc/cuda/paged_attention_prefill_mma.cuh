@@ -132,7 +132,7 @@ template <typename C, int kD> class RowTile {
       for (int key = start; key < control_.end; key += kKeys) step(key);
     }
     wait_copies<0>();  // of the queries, if there were no keys
-    __syncwarp();
+    __syncthreads();
     end_rows();
   }
 
