@@ -78,7 +78,7 @@ def test_float32_tokens_equal_transformers(float32, eager, overlap, budget, cach
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bit_tokens_part_from_transformers_only_where_its_own_rounding_could_have_turned_the_choice(float32, dtype):
-    """Both are off by their dtype's rounding: a gap in float32 within twice what transformers is off by is a near tie."""
+    """Both are off by rounding: a gap in float32 within twice what transformers is off by is a near tie."""
     reference = Reference(dtype)
     for options in ({}, {"enforce_eager": True, "overlap": False, "max_num_batched_tokens": 48}):
         ours = greedy(dtype=str(dtype).removeprefix("torch."), **options)
