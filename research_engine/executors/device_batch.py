@@ -90,6 +90,11 @@ class DeviceBatch:
         )  # fmt: skip
         return torch.zeros(max(1, size), dtype=torch.float32, device=query.device)
 
+    def shutdown(self) -> None:
+        """Mutates: lets go of the cache and of what lies beside it on the device; no step can follow."""
+        self._kv_cache, self._kv_scales, self._workspace = self._kv_cache.new_empty(0), None, None
+        self._tables = self._tables.new_empty(0)
+
     def seat(self, rows: Sequence[ScheduledRequest]) -> SeatChanges:
         """Mutates: gives the rows' requests their seats."""
         return self._seats.update(rows)

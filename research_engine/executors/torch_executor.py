@@ -140,6 +140,7 @@ class TorchExecutor:
         self._model = None
         self._graphs = StepGraphs(self._decode, (), self.device)
         self._token_graphs = StepGraphs(self._padded, (), self.device)
+        self._batch.shutdown()
         self.kv_cache = self.kv_cache.new_empty(0)
         self.host_cache = self.host_cache.new_empty(0)
 

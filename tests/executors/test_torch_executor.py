@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -37,6 +39,17 @@ def run(engine: Engine, prompts, **params) -> list[list[int]]:
     while engine.has_unfinished:
         engine.step()
     return [request.output_token_ids for request in requests]
+
+
+def test_after_shutdown_nothing_holds_the_cache_though_the_engine_lives_on(loaded):
+    """A second engine on the same model finds the memory that the first one had."""
+    engine = make_engine(loaded, overlap=True)
+    run(engine, [[1, 2, 3]])
+    cache = weakref.ref(engine.executor.kv_cache)
+    engine.executor.shutdown()
+    gc.collect()
+    assert cache() is None
+    assert engine.executor.kv_cache.nbytes == 0
 
 
 def test_it_is_an_executor(loaded):
