@@ -47,7 +47,8 @@ class TrialSettings(Settings):
         model ... enforce_eager: see `research_engine.options.EngineOptions`; None takes its default.
         executor: "simulated" computes nothing: steps take the time that a cost model gives them, on a virtual clock.
         gpu: of a simulation: a sheet out of `simulation.gpu_sheet.available_sheets()`, or the path of a .json one.
-        cost_model: of a simulation: "roofline" of `gpu`, or "profiled:FILE", a profile by `research-engine profile`.
+        cost_model: of a simulation: "roofline" of `gpu`, or "profiled:FILE", a profile by `research-engine profile`, or
+            one that ships by its name ("profiled:llama3-8b-h200").
         force_profile: take a profile of another model, GPU or version all the same.
         tensor_parallel_size: of a simulation on the roofline: GPUs that the model is divided over.
         warmup_requests: requests of the workload served at once, whole prompts and a few tokens each, and thrown away
@@ -118,7 +119,11 @@ class TrialSettings(Settings):
     def profile(self) -> str | None:
         """The file of a profiled cost model."""
         kind, _, file = self.cost_model.partition(":")
-        return file if kind == "profiled" else None
+        if kind != "profiled":
+            return None
+        from research_engine.simulation.build import profile_path
+
+        return str(profile_path(file))
 
 
 @dataclass(frozen=True)

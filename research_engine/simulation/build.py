@@ -18,6 +18,8 @@ from .gpu_sheet import GpuSheet
 from .profiled import Profile, ProfiledCost
 from .roofline import ModelShape, RooflineCost, part_of_one_gpu
 
+PROFILES = Path(__file__).with_name("profiles")
+
 
 def simulated_engine(
     config: EngineConfig,
@@ -49,7 +51,7 @@ def cost_model_of(
     tensor_parallel: int = 1,
     force: bool = False,
 ) -> CostModel:
-    """A cost model by name: "roofline", which needs a sheet, or "profiled:FILE".
+    """A cost model by name: "roofline", which needs a sheet, or "profiled:FILE", or "profiled:" and one that ships.
 
     Args:
         model_name, gpu, dtype: a profile of another model, GPU (where a sheet is given), dtype (unless "auto", which
@@ -73,7 +75,7 @@ def cost_model_of(
         )
     if kind != "profiled" or not file:
         raise ValueError(f"cost_model = {name!r}: must be roofline or profiled:FILE")
-    profile = Profile.load(Path(file).expanduser())
+    profile = Profile.load(profile_path(file))
     if not force:
         wanted = {"tensor_parallel": str(tensor_parallel)}
         wanted |= {} if gpu is None else {"gpu": gpu.name}
@@ -82,6 +84,12 @@ def cost_model_of(
         one = replace(profile, machine={"tensor_parallel": "1", **profile.machine})
         one.require(model=model_name, **wanted)
     return ProfiledCost(profile)
+
+
+def profile_path(file: str) -> Path:
+    """The file of that name, or, where there is none, the profile of that name that ships (simulation/profiles)."""
+    path, shipped = Path(file).expanduser(), PROFILES / f"{file}.json"
+    return shipped if not path.exists() and Path(file).name == file and shipped.exists() else path
 
 
 def bytes_per_element(dtype: str) -> int:

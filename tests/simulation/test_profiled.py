@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from research_engine.loading import load_config, resolve_model
 from research_engine.simulation.attention_cost import AttentionFormula, AttentionTable
+from research_engine.simulation.build import PROFILES, cost_model_of, profile_path
 from research_engine.simulation.cost_model import CostModel, Work, single_prefill, work_of
 from research_engine.simulation.curve import Curve
+from research_engine.simulation.gpu_sheet import load_sheet
 from research_engine.simulation.profiled import Profile, ProfiledCost, ProfileMismatch
 from tests.simulation.batches import batch_of, decodes
 
@@ -140,3 +144,21 @@ def test_a_corrupt_field_is_refused_or_means_what_it_says(name, wrong, tmp_path)
         return
     with pytest.raises(ValueError, match=r"p\.json: the profile"):
         Profile.load(path)
+
+
+def test_a_profile_that_ships_is_found_by_its_name_and_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = Profile.load(profile_path("llama3-8b-h200"))
+    assert (shipped.model, shipped.machine["gpu"]) == ("dummy:llama3-8b", "NVIDIA H200")
+    assert profile_path("nobody-has-it") == Path("nobody-has-it")
+    (tmp_path / "llama3-8b-h200").write_text("mine")
+    assert profile_path("llama3-8b-h200") == Path("llama3-8b-h200")
+
+
+def test_every_profile_that_ships_prices_a_step_and_is_refused_for_another_model():
+    assert sorted(path.stem for path in PROFILES.glob("*.json")) == ["llama3-8b-h200"]
+    model = load_config(resolve_model("dummy:llama3-8b"))
+    with pytest.raises(ValueError, match="model"):
+        cost_model_of("profiled:llama3-8b-h200", model_name="dummy:tiny", model=model, gpu=None)
+    cost = cost_model_of("profiled:llama3-8b-h200", model_name="dummy:llama3-8b", model=model, gpu=load_sheet("h200"))
+    assert isinstance(cost, ProfiledCost)
