@@ -9,7 +9,7 @@
 //            4. No pair's source may be another's destination, and destinations are distinct (the Python edge checks).
 // Roofline   memory: 2 x P x L x 2 x Hkv B D elements moved, no arithmetic.
 // Versions   1 a thread block a chunk of 16 KiB, four vectors in flight. 2 this one.
-// Reached    not measured yet.
+// Reached    3.54 TB/s on an H200, 83 % of a copy (docs/performance.md).
 #include <algorithm>
 
 #include "../common/cuda_dtype.h"

@@ -8,7 +8,7 @@
 //               elements are multiplied with their head's scale.
 //            4. A token past the table or a block outside of the cache is skipped: never a wild access.
 // Roofline   memory: 2 T Hkv D elements read and as many written.
-// Reached    not measured yet.
+// Reached    3.98 TB/s on an H200, 93 % of a copy (docs/performance.md).
 #include "paged_attention.cuh"
 
 namespace research_engine::cuda {

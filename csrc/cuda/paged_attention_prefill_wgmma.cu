@@ -26,9 +26,10 @@
 // Determinism  A row's bits depend on its own request alone: tiles of keys start at its first key, the order is fixed.
 // Roofline   4 x rows x keys x D operations on the tensor cores; per 128 x 128 tile at D = 128 they take 2,048 cycles, and its
 //            16,384 exponentials 1,024 of the special function units: hence the overlap.
-// Reached    one H200, bf16, D = 128, causal (docs/performance.md): 330 to 417 TFLOP/s with blocks of 16, 404 of them at 8,192
-//            tokens; 524 with blocks of 64. Geometric mean over 9 configurations 0.74 of FlashAttention-3. The limit at blocks
-//            of 16 is the one thread that issues a tensor copy of 2 KiB for every block and half of D.
+// Versions   1 a tensor copy a block and atom, one warp that issues them: 404 TFLOP/s at 8,192 tokens with blocks of 16. 2 both atoms
+//            of a head of 128 in one copy, two warps: 0.77 of the time over nine configurations in one run.
+// Reached    one H200, bf16, D = 128, causal (docs/performance.md): 469 TFLOP/s at 8,192 tokens with blocks of 16, 524 with blocks of
+//            64; FlashAttention-3 takes 0.75 of the time (geometric mean of 9).
 #include <algorithm>
 #include <numeric>
 

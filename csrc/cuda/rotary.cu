@@ -17,7 +17,7 @@
 //            2 T Hq D of queries, T Hkv D of keys and of values read, and as many written to the cache.
 // Versions   1 a thread a pair, element by element. 2 vectors of 16 bytes: with 2-byte accesses a warp asks for 64 bytes at a
 //            time. 3 the cache write fused: the rotated key is not written and read again.
-// Reached    not measured yet.
+// Reached    2.5 TB/s on an H200 at 8,192 tokens of 32 + 8 heads of 128 (docs/performance.md).
 #include <algorithm>
 #include <initializer_list>
 
