@@ -78,6 +78,7 @@ def test_an_unknown_top_key_is_named_with_its_line(file: Path) -> None:
         ("[fcfs, priority]", "[fcfs, fcfs]", "line 10: factors.scheduler: two levels are alike in fcfs, fcfs"),
         ("[fcfs, priority]", "fcfs", "line 10: factors.scheduler: a factor needs a list of levels"),
         ("seeds: [3, 5]", "seeds: [3, 3]", "line 11: seeds: [3, 3] must be distinct"),
+        ("seeds: [3, 5]", f"seeds: [{2**63}]", f"line 11: seeds: [{2**63}] must be distinct integers >= 0 and < 2^63"),
         ("{scheduler: fcfs}", "{scheduler: fcsf}", "line 12: baseline: scheduler has no level 'fcsf'; valid ones"),
         ("{scheduler: fcfs}", "{schedule: fcfs}", "line 12: baseline: no factor 'schedule'; valid ones"),
         ("num_blocks: 64", "num_blocks: [", "no YAML"),
