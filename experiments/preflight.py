@@ -71,7 +71,9 @@ def cost_of(trial: Trial, directory: Path | None, scale: float | None) -> Cost:
     """
     own = trial.settings
     if directory is not None:
-        took = [read_timing(path) for path in sorted((directory / "trials").glob(f"{directory_words(trial.cell)}-seed*"))]
+        took = [
+            read_timing(path) for path in sorted((directory / "trials").glob(f"{directory_words(trial.cell)}-seed*"))
+        ]
         known = [seconds for seconds in took if seconds is not None]
         if known:
             return Cost(sum(known) / len(known), "as finished trials of its cell took")

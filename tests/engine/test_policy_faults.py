@@ -161,6 +161,18 @@ FAULTS = {
         lambda plan, view: SchedulePlan(MappingProxyType(dict(plan.tokens)), reasons=["no room"]),
         PlanError, "reasons is .'no room'.; it must map request ids to words",
     ),
+    "a reason that is no text": (
+        lambda plan, view: SchedulePlan(plan.tokens, reasons={"a": 3}),
+        PlanError, "reasons.'a'. is 3; it must be a text",
+    ),
+    "facts that are none": (
+        lambda plan, view: SchedulePlan(plan.tokens, seen={"a": 5}),
+        PlanError, "seen.'a'. is 5; it must map names to numbers and texts",
+    ),
+    "facts of another kind": (
+        lambda plan, view: SchedulePlan(plan.tokens, seen={"a": {"rank": [1]}}),
+        PlanError, "seen.'a'. is {'rank': .1.}; it must map names to numbers and texts",
+    ),
     "sleeps": (dozes, PolicyError, "Faulty.schedule took 2.000 s, schedule_limit is 1 s; .* wake_at"),
     "raises": (raises, PolicyError, "Faulty.schedule raised KeyError: 'x'"),
     "no plan": (lambda plan, view: [first(plan)], PolicyError, "Faulty.schedule returned .*must return a SchedulePlan"),

@@ -80,7 +80,12 @@ def test_a_chunk_above_the_budget_that_a_simulation_has_by_itself_is_refused(fil
 
 @pytest.mark.parametrize(
     ("label", "begins"),
-    [("a/../b, 3", "a-..-b-3-seed3-"), ("..", "cell-seed3-"), ("план", "план-seed3-"), ("長" * 300, "長" * 48 + "-seed3-")],
+    [
+        ("a/../b, 3", "a-..-b-3-seed3-"),
+        ("..", "cell-seed3-"),
+        ("план", "план-seed3-"),
+        ("長" * 300, "長" * 48 + "-seed3-"),
+    ],
 )
 def test_a_trials_directory_is_in_sight_and_short_whatever_its_cell_is_called(
     file: Path, label: str, begins: str
