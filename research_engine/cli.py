@@ -111,7 +111,8 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"research-engine {name}: {error}", file=sys.stderr)
         return 2
     except OSError as error:  # of a place that was named: not there, not allowed, full; any other is a fault of ours
-        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        places = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+        if not isinstance(error, places) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
             raise
         print(f"research-engine {name}: {error}", file=sys.stderr)
         return 2

@@ -76,7 +76,12 @@ def test_a_commands_own_exit_code_is_passed_on(command):
 
 
 @pytest.mark.parametrize(
-    "error", [FileNotFoundError(errno.ENOENT, "No such file", "there.json"), OSError(errno.ENOSPC, "No space left")]
+    "error",
+    [
+        FileNotFoundError(errno.ENOENT, "No such file", "there.json"),
+        FileNotFoundError("there.parquet"),
+        OSError(errno.ENOSPC, "No space left"),
+    ],
 )
 def test_a_place_that_cannot_be_written_is_told_without_a_traceback(command, error, capsys):
     def fail() -> int:
