@@ -157,6 +157,17 @@ def test_a_duplicate_live_id_is_refused_and_the_engine_lives(first, second):
     assert_empty(engine)
 
 
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), (2, 3)])
+def test_an_id_is_live_however_many_continuations_it_has(first, second):
+    """S13: a group's own id is taken, too, though none of its continuations is called so."""
+    engine = make_engine(FCFS())
+    engine.add_request("x", [1, 2], greedy(2, n=first))
+    with pytest.raises(RequestError, match="request 'x'.*is live"):
+        engine.add_request("x", [3, 4], greedy(2, n=second))
+    drain(engine)
+    assert len(engine.records.requests) == first
+
+
 @pytest.mark.parametrize("policy", [FCFS, ChunkedPrefill, Priority])
 def test_a_prompt_at_the_models_limit_is_refused_and_one_below_it_is_served(policy):
     """S24: prompt = max_model_len and + 1 say the limit; max_model_len - 1 leaves room for one token."""
