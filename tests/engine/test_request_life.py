@@ -199,6 +199,37 @@ def test_a_prompt_that_is_no_list_of_token_ids_is_refused(prompt, message):
     assert not engine.has_unfinished
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("arrival_time", float("nan"), "a finite number of clock seconds"),
+        ("arrival_time", float("inf"), "a finite number of clock seconds"),
+        ("arrival_time", "soon", "a finite number of clock seconds"),
+        ("priority", None, "an integer"),
+        ("priority", float("nan"), "an integer"),
+        ("client", 5, "a text"),
+        ("deadline", float("nan"), "a number of clock seconds"),
+        ("predicted_tokens", -1, "an integer >= 0"),
+        ("predicted_tokens", "many", "an integer >= 0"),
+    ],
+)
+def test_what_policies_go_by_is_checked_before_they_see_it(name, value, rule):
+    """A wrong fact is the request's fault, never the policy's, and the engine lives."""
+    engine = make_engine(Priority())
+    with pytest.raises(RequestError, match=f"request 'r': {name} is {value!r}; it must be {rule}"):
+        engine.add_request("r", [1, 2], greedy(2), **{name: value})
+    (good,) = engine.add_request("r", [1, 2], greedy(2), deadline=float("inf"), predicted_tokens=0)
+    drain(engine)
+    assert_empty(engine)
+    assert good.output_token_ids == expected(good)[0]
+
+
+@pytest.mark.parametrize("value", [-1, 2, 1.5, "1"])
+def test_computed_tokens_that_leave_nothing_or_are_no_number_are_refused(value):
+    with pytest.raises(RequestError, match=f"computed_tokens = {value} of 2 prompt tokens; it must be an integer"):
+        make_engine(FCFS()).add_request("r", [1, 2], greedy(2), computed_tokens=value)
+
+
 def test_an_id_that_is_no_string_is_refused():
     with pytest.raises(RequestError, match="its id must be a string"):
         make_engine(FCFS()).add_request(3, [1], greedy())  # type: ignore[arg-type]
