@@ -302,10 +302,23 @@ def _cells(experiment: Experiment, raw: dict[str, Any], origin: Origin) -> Itera
                 where = origin.of(("factors", name, index))
                 _put(settings, path, copy.deepcopy(value), where)
                 places[path] = where
+        _find_shipped_files(settings)
         try:
             yield Cell({name: level.label for name, (_, level) in chosen.items()}, kind.model_validate(settings))
         except ValidationError as error:
             raise ConfigError(_explain(error, origin, ("base",), places)) from error
+
+
+def _find_shipped_files(settings: dict[str, Any]) -> None:
+    """Policies and sheets that ship are named from the project's root; mutates them to be found from anywhere else."""
+    root = CONFIGS.parent.parent
+    for key in ("scheduler", "gpu"):
+        value = settings.get(key)
+        if not isinstance(value, str) or not value.startswith("experiments/"):
+            continue
+        file = value.rpartition(":")[0] if key == "scheduler" else value
+        if not Path(file).exists() and (root / file).is_file():
+            settings[key] = str(root / value)
 
 
 def _check_schedulers(cells: Sequence[Cell], origin: Origin) -> None:

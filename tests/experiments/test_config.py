@@ -184,6 +184,16 @@ def test_what_ships_is_valid_and_described(name: str) -> None:
     assert yaml.safe_load(available()[name].read_text())["baseline"]
 
 
+@pytest.mark.parametrize("name", ["papers/sarathi_table_4", "papers/pagedattention_fig_19b"])
+def test_what_ships_is_found_from_any_directory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These two name a policy and a GPU sheet that ship with them."""
+    monkeypatch.chdir(tmp_path)
+    settings = [cell.settings for cell in load_experiment(name)[1]]
+    named = [one.scheduler.rpartition(":")[0] for one in settings] + [one.gpu or "" for one in settings]
+    files = [Path(file) for file in named if file.endswith((".py", ".json"))]
+    assert files and all(file.is_file() for file in files)
+
+
 @pytest.mark.parametrize(("stem", "name"), [("mine", "mine"), ("my été 2", "my-t-2"), ("实验", "experiment")])
 def test_an_experiment_without_a_name_takes_one_from_its_file(stem: str, name: str, tmp_path: Path) -> None:
     path = tmp_path / f"{stem}.yaml"
