@@ -36,6 +36,9 @@ class SLOSettings(Settings):
     e2e: float | None = Field(default=None, gt=0)
 
 
+SIMULATED_BATCHED_TOKENS = 8192
+"""Tokens a step of a simulation that names none: as a real GPU gets."""
+
 OF_REAL_ENGINES = ("weight_packing", "kv_cache_dtype", "overlap", "batch_invariant", "enforce_eager")
 """Options that a simulation refuses, since its cost models do not know them."""
 
@@ -97,12 +100,12 @@ class TrialSettings(Settings):
 
     @model_validator(mode="after")
     def _possible(self) -> TrialSettings:
-        budget = self.scheduler_params.get("token_budget")
-        if isinstance(budget, int) and self.max_num_batched_tokens is not None and budget > self.max_num_batched_tokens:
-            raise ValueError(
-                f"scheduler_params.token_budget = {budget} is above max_num_batched_tokens = "
-                f"{self.max_num_batched_tokens}: no step could hold such a chunk"
-            )
+        budget, most = self.scheduler_params.get("token_budget"), self.max_num_batched_tokens
+        if most is None and self.executor == "simulated":
+            most = SIMULATED_BATCHED_TOKENS
+        if isinstance(budget, int) and most is not None and budget > most:
+            rule = f"is above max_num_batched_tokens = {most}: no step could hold such a chunk"
+            raise ValueError(f"scheduler_params.token_budget = {budget} {rule}")
         simulates = self.gpu or self.cost_model != "roofline" or self.tensor_parallel_size > 1
         if self.executor == "torch" and (simulates or self.force_profile):
             rule = "set executor: simulated, or leave them out"
@@ -317,10 +320,23 @@ def _cells(experiment: Experiment, raw: dict[str, Any], origin: Origin) -> Itera
                 where = origin.of(("factors", name, index))
                 _put(settings, path, copy.deepcopy(value), where)
                 places[path] = where
+        _find_shipped_files(settings)
         try:
             yield Cell({name: level.label for name, (_, level) in chosen.items()}, kind.model_validate(settings))
         except ValidationError as error:
             raise ConfigError(_explain(error, origin, ("base",), places)) from error
+
+
+def _find_shipped_files(settings: dict[str, Any]) -> None:
+    """Policies and sheets that ship are named from the project's root; mutates them to be found from anywhere else."""
+    root = CONFIGS.parent.parent
+    for key in ("scheduler", "gpu"):
+        value = settings.get(key)
+        if not isinstance(value, str) or not value.startswith("experiments/"):
+            continue
+        file = value.rpartition(":")[0] if key == "scheduler" else value
+        if not Path(file).exists() and (root / file).is_file():
+            settings[key] = str(root / value)
 
 
 def _check_schedulers(cells: Sequence[Cell], origin: Origin) -> None:

@@ -130,10 +130,10 @@ def _git() -> dict[str, Any]:
     """Commit and whether the tree differs from it; None where there is no repository or no git."""
 
     def ask(*words: str) -> str | None:
+        # a look at a repository must not write to it: status would, and leave its lock behind where the disk is full
+        command = ["git", "--no-optional-locks", "-C", str(ROOT), *words]
         try:
-            answer = subprocess.run(
-                ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False, timeout=20
-            )
+            answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
         except (OSError, subprocess.TimeoutExpired):
             return None
         return answer.stdout.strip() if answer.returncode == 0 else None

@@ -172,8 +172,8 @@ class Experiment(Settings):
     @field_validator("seeds")
     @classmethod
     def _distinct(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        if len(set(seeds)) < len(seeds) or min(seeds) < 0:
-            raise ValueError(f"{list(seeds)} must be distinct integers >= 0")
+        if len(set(seeds)) < len(seeds) or min(seeds) < 0 or max(seeds) >= 2**63:  # results.parquet holds 64 bits
+            raise ValueError(f"{list(seeds)} must be distinct integers >= 0 and < 2^63")
         return seeds
 
     @model_validator(mode="after")
@@ -190,6 +190,17 @@ class Experiment(Settings):
                 if label not in labels:
                     context = {"at": at, "factor": factor, "name": label, "hint": nearest_first(label, labels)}
                     raise PydanticCustomError("at", "{factor} has no level '{name}'; {hint}", context)
+        return self
+
+    @model_validator(mode="after")
+    def _plots_of_these_factors(self) -> Experiment:
+        for index, plot in enumerate(self.outputs.plots or ()):
+            for axis in ("x", "y"):
+                name = getattr(plot, axis)
+                if name is not None and name not in self.factors:
+                    context = {"at": "outputs", "where": f"plots.{index}.{axis}", "name": name}
+                    context["hint"] = nearest_first(name, self.factors)
+                    raise PydanticCustomError("at", "{where}: no factor '{name}'; {hint}", context)
         return self
 
     @model_validator(mode="after")

@@ -52,9 +52,14 @@ class Trial:
     @property
     def directory_name(self) -> str:
         """Readable and unique: what varied, the seed, the key's beginning."""
-        words = re.sub(r"[^A-Za-z0-9._]+", "-", self.cell).strip("-")
+        words = directory_words(self.cell)
         again = f"-r{self.repeat}" if self.repeat else ""
         return f"{words}-seed{self.seed}{again}-{self.key[:10]}"
+
+
+def directory_words(cell: str) -> str:
+    """A cell's label as directories begin with it: in the letters of any language, short, and never hidden."""
+    return re.sub(r"[^\w.]+", "-", cell)[:48].strip("-.") or "cell"
 
 
 def trials_of(experiment: Experiment, cells: Sequence[Cell]) -> list[Trial]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.config import Cell, ConfigError, TrialSettings
-from experiments.plan import Trial
+from experiments.plan import Trial, directory_words
 from experiments.storage import read_timing
 from experiments.workloads import build_workload
 
@@ -71,8 +71,9 @@ def cost_of(trial: Trial, directory: Path | None, scale: float | None) -> Cost:
     """
     own = trial.settings
     if directory is not None:
-        words = re.sub(r"[^A-Za-z0-9._]+", "-", trial.cell).strip("-")
-        took = [read_timing(path) for path in sorted((directory / "trials").glob(f"{words}-seed*"))]
+        took = [
+            read_timing(path) for path in sorted((directory / "trials").glob(f"{directory_words(trial.cell)}-seed*"))
+        ]
         known = [seconds for seconds in took if seconds is not None]
         if known:
             return Cost(sum(known) / len(known), "as finished trials of its cell took")

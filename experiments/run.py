@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from experiments.config import ConfigError
 
     console = Console(soft_wrap=False, highlight=False)
+    if options.traces is not None and not options.traces.is_dir():
+        return _refuse(ConfigError(f"--traces {options.traces}: no such directory"))
     if options.traces is not None:
         os.environ["RESEARCH_ENGINE_TRACES"] = str(options.traces.resolve())  # for this and its worker processes
     try:

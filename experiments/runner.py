@@ -71,7 +71,8 @@ def run_experiment(
         launcher: where trials run, in place of the two.
 
     Raises:
-        ConfigError, WorkloadError, LoadError, OptionError: a mistake of the user, found before any trial.
+        ConfigError, WorkloadError, LoadError, OptionError: a mistake of the user, found before any trial; the
+            directory is another run's at work, or holds files that no run wrote.
         OSError: no space is left, among others.
     """
     trials = trials_of(experiment, cells)
@@ -80,6 +81,7 @@ def run_experiment(
     launcher = launcher or (Processes(jobs) if backend is None else InTurn(backend))
     try:
         with sole_writer(directory):
+            _check_own(directory)
             _write_head(experiment, cells, trials, directory)
             missing = [trial for trial in trials if read_summary(directory / "trials" / trial.directory_name) is None]
             report.reused = len(trials) - len(missing)
@@ -126,6 +128,15 @@ def _run(trials: list[Trial], directory: Path, report: RunReport, console: Conso
         (directory / "failures.json").unlink(missing_ok=True)
 
 
+def _check_own(directory: Path) -> None:
+    """Raises ConfigError: a head would go over files that no run wrote; trials.json is the first that a run writes."""
+    if (directory / "trials.json").exists():
+        return
+    for name in ("config.yaml", "environment.json"):
+        if (directory / name).exists():
+            raise ConfigError(f"out = {directory}: holds a {name} that no run wrote; choose another directory")
+
+
 def _write_head(experiment: Experiment, cells: Sequence[Cell], trials: Sequence[Trial], directory: Path) -> None:
     """config.yaml (which runs the same experiment again), environment.json and trials.json."""
     resolved = experiment.model_dump(mode="json")
@@ -133,12 +144,12 @@ def _write_head(experiment: Experiment, cells: Sequence[Cell], trials: Sequence[
         resolved["base"] = SETTINGS[experiment.measures].model_validate(experiment.base).model_dump(mode="json")
     except ValueError:  # the base is complete only together with a factor's levels
         resolved["base"] = dict(experiment.base)
-    write_text(directory / "config.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
     order = {cell.label: index for index, cell in enumerate(cells)}
     plan = [{"cell": t.cell, "levels": dict(t.levels), "seed": t.seed, "repeat": t.repeat, "key": t.key,
              "directory": t.directory_name}
             for t in sorted(trials, key=lambda trial: (order[trial.cell], trial.repeat))]  # fmt: skip
     write_json(directory / "trials.json", plan)
+    write_text(directory / "config.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
     write_json(directory / "environment.json", environment() | {"code": code_version()})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from experiments.backend import needs_no_tokenizer
-from experiments.config import ConfigError, TrialSettings
+from experiments.config import SIMULATED_BATCHED_TOKENS, ConfigError, TrialSettings
 from experiments.workloads.samples import Encoder
 
 if TYPE_CHECKING:
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from research_engine.models.config import ModelConfig
     from research_engine.simulation.cost_model import CostModel
     from research_engine.simulation.gpu_sheet import GpuSheet
-
-DEFAULT_BATCHED_TOKENS = 8192  # as a real GPU gets
 
 
 class SimulatedBackend:
@@ -97,7 +95,7 @@ class SimulatedBackend:
 
         assert self._model is not None
         block_bytes = self.bytes_per_block(settings)
-        budget = settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
+        budget = settings.max_num_batched_tokens or SIMULATED_BATCHED_TOKENS
         num_blocks = settings.num_blocks
         if num_blocks is None and settings.kv_cache_memory is not None:
             num_blocks = int(settings.kv_cache_memory * 2**30) // block_bytes

@@ -72,7 +72,8 @@ def read_summary(directory: Path) -> dict[str, Any] | None:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return summary if isinstance(summary, dict) and "metrics" in summary else None
+    ours = isinstance(summary, dict) and "kind" in summary and isinstance(summary.get("metrics"), dict)
+    return summary if ours else None
 
 
 def read_timing(directory: Path) -> float | None:

@@ -6,6 +6,7 @@ Exit codes: 0 for success, 2 for a user's mistake, 1 for a failure of ours, 130 
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -107,6 +108,12 @@ def main(args: Sequence[str] | None = None) -> int:
             return function(words[name.count(" ") + 1 :])
         return tyro.cli(function, prog=f"research-engine {name}", args=words[name.count(" ") + 1 :])
     except ValueError as error:  # the project's word for a wrong value, and the message says which
+        print(f"research-engine {name}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:  # of a place that was named: not there, not allowed, full; any other is a fault of ours
+        places = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+        if not isinstance(error, places) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+            raise
         print(f"research-engine {name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -125,11 +125,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
-        for entry in fields(self):
-            value, kind = getattr(self, entry.name), _KINDS.get(str(entry.type))
-            misused = isinstance(value, bool) and not str(entry.type).startswith("bool")
-            if kind is not None and (misused or not isinstance(value, kind[0])):
-                raise OptionError(f"{entry.name} = {value!r}: must be {kind[1]}")
+        check_kinds(self)
         named = {
             "dtype": DTYPES, "load_format": LOAD_FORMATS, "reservation": RESERVATIONS, "on_fault": FAULT_WAYS,
             "weight_packing": WEIGHT_PACKINGS, "kv_cache_dtype": KV_CACHE_DTYPES, "task": TASKS,
@@ -171,6 +167,15 @@ class EngineOptions:
                     f"there is no option {name!r}; valid ones, nearest first: {', '.join(nearest_first(name, valid))}"
                 )
         return cls(model, **options)
+
+
+def check_kinds(options: Any) -> None:
+    """Raises OptionError: a field of this dataclass holds something of another type than its annotation's."""
+    for entry in fields(options):
+        value, kind = getattr(options, entry.name), _KINDS.get(str(entry.type))
+        misused = isinstance(value, bool) and not str(entry.type).startswith("bool")
+        if kind is not None and (misused or not isinstance(value, kind[0])):
+            raise OptionError(f"{entry.name} = {value!r}: must be {kind[1]}")
 
 
 def choose_device(name: str) -> torch.device:

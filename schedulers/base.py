@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 from research_engine.engine.contract import (
@@ -174,7 +175,8 @@ class PolicyScheduler(Scheduler):
         order = self.order(view)
         if not isinstance(order, Iterable):
             raise self._wrong("order", order, "the requests to serve, in order: yield them, or return a list of them")
-        for request in order:
+        requests, most = iter(order), 2 * (view.num_running + view.num_waiting)
+        for request in islice(requests, most):
             try:
                 budget, name, running = plan.budget, request.id, request.is_running
             except AttributeError:
@@ -202,6 +204,10 @@ class PolicyScheduler(Scheduler):
             except Exception as error:
                 vars(error)["request_id"] = name  # for the engine, which names it
                 raise
+        else:
+            if next(requests, None) is not None:
+                name, count = type(self).__name__, view.num_running + view.num_waiting
+                raise ValueError(f"{name}.order yielded more than {most} requests and there are {count}; it must end")
         if why is None:
             return SchedulePlan(tokens, plan.preempt, wake_at=self.wake_at)
         return why.finish(tokens, plan.preempt, plan.budget)

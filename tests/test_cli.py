@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 
@@ -72,6 +73,32 @@ def test_an_unknown_model_is_a_users_mistake(capsys):
 def test_a_commands_own_exit_code_is_passed_on(command):
     command(lambda: 1)
     assert main(["probe"]) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(errno.ENOENT, "No such file", "there.json"),
+        FileNotFoundError("there.parquet"),
+        OSError(errno.ENOSPC, "No space left"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_told_without_a_traceback(command, error, capsys):
+    def fail() -> int:
+        raise error
+
+    command(fail)
+    assert main(["probe"]) == 2
+    assert capsys.readouterr().err == f"research-engine probe: {error}\n"
+
+
+def test_an_error_of_the_system_that_names_no_place_is_ours(command):
+    def fail() -> int:
+        raise ConnectionResetError(errno.ECONNRESET, "reset")
+
+    command(fail)
+    with pytest.raises(ConnectionResetError):
+        main(["probe"])
 
 
 def test_a_failure_of_ours_is_not_taken_for_a_users_mistake(command):

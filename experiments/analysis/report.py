@@ -145,12 +145,10 @@ def _load_metrics(run: RunFiles) -> list[str]:
 
 def _latencies(run: RunFiles) -> dict[str, dict[str, list[float]]]:
     """Cell -> latency -> seconds of completed requests, pooled over the finished seeds."""
-    import pandas as pd
-
     out: dict[str, dict[str, list[float]]] = {}
     for trial in run.finished():
         columns = ["completed", "ttft", "e2e", "token_times"]
-        done = pd.read_parquet(run.folder(trial) / "requests.parquet", columns=columns).query("completed")
+        done = run.frame(trial, "requests", columns).query("completed")
         pooled = out.setdefault(trial["cell"], {"ttft": [], "itl": [], "e2e": []})
         pooled["ttft"] += done["ttft"].tolist()
         pooled["e2e"] += done["e2e"].tolist()

@@ -18,8 +18,11 @@ from experiments.storage import read_summary
 from research_engine import metrics
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from research_engine.engine.records import Records
 
+_TRIAL = {"cell", "levels", "seed", "directory"}
 MOST_PANELS = 9  # cells of a plot over time
 
 
@@ -46,6 +49,15 @@ class RunFiles:
             )
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"{directory}: no run directory: {error}") from error
+        wrong = None
+        if not isinstance(config, Mapping) or "name" not in config:
+            wrong = "config.yaml holds no experiment"
+        elif not isinstance(plan, list) or not all(isinstance(t, Mapping) and t.keys() >= _TRIAL for t in plan):
+            wrong = f"trials.json must be a list of trials with {', '.join(sorted(_TRIAL))}"
+        elif not isinstance(environment, Mapping):
+            wrong = "environment.json must be a mapping"
+        if wrong is not None:
+            raise ConfigError(f"{directory}: no run directory: {wrong}")
         return cls(directory, config, plan, environment)
 
     @cached_property
@@ -105,10 +117,22 @@ class RunFiles:
 
     def records(self, trial: Mapping[str, Any]) -> Records:
         """What a serving trial left behind."""
+        return metrics.read_frames(*(self.frame(trial, name) for name in ("requests", "steps")))
+
+    def frame(self, trial: Mapping[str, Any], name: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """A Parquet file of a finished trial.
+
+        Raises:
+            ConfigError: it is gone or damaged; says what to do.
+        """
         import pandas as pd
 
-        frames = [pd.read_parquet(self.folder(trial) / f"{name}.parquet") for name in ("requests", "steps")]
-        return metrics.read_frames(*frames)
+        path = self.folder(trial) / f"{name}.parquet"
+        try:
+            return pd.read_parquet(path, columns=None if columns is None else list(columns))
+        except (OSError, ValueError) as error:
+            remedy = f"remove {path.parent} and run the experiment again with --out {self.directory}"
+            raise ConfigError(f"{path}: cannot be read; {remedy}: {error}") from error
 
     def summary(self, trial: Mapping[str, Any]) -> Mapping[str, Any]:
         found = read_summary(self.folder(trial))

@@ -41,7 +41,7 @@ class WorkloadSettings(Settings):
         predictor: what policies are told of output lengths, as `Request.predicted_tokens`.
     """
 
-    num_requests: int = Field(default=64, ge=1)
+    num_requests: int = Field(default=64, ge=1, le=10_000_000)
     arrivals: ArrivalSettings = ArrivalSettings(process="at_once")
     lengths: LengthSettings = LogNormalLengths(source="lognormal")
     shared_prefixes: PrefixSettings | None = None

@@ -8,6 +8,7 @@ Without a pause (--step-ms 0) several tokens of a stream are read at once, which
 from __future__ import annotations
 
 import asyncio
+import math
 import multiprocessing
 import time
 from dataclasses import dataclass
@@ -49,8 +50,10 @@ class ClientBenchOptions:
     def __post_init__(self) -> None:
         if min((*self.streams, self.output_len)) < 1 or not self.streams:
             raise ValueError(f"streams = {self.streams}, output_len = {self.output_len}: must be >= 1")
-        if not self.seconds > 0 or not self.step_ms >= 0:
-            raise ValueError(f"seconds = {self.seconds}: must be > 0; step_ms = {self.step_ms}: must be >= 0")
+        if not 0 < self.seconds < math.inf:
+            raise ValueError(f"seconds = {self.seconds}: must be finite and > 0")
+        if not 0 <= self.step_ms < math.inf:
+            raise ValueError(f"step_ms = {self.step_ms}: must be finite and >= 0")
 
 
 @dataclass(frozen=True)

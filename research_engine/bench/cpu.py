@@ -57,6 +57,8 @@ class CpuBenchOptions:
         for name in ("batch", "min_context", "decode_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be >= 1")
+        if self.seed < 0:
+            raise ValueError(f"seed = {self.seed}: must be >= 0")
         if self.max_context < self.min_context or self.threads < 0:
             raise ValueError(
                 f"max_context = {self.max_context} must be >= min_context = {self.min_context}, "
@@ -117,8 +119,9 @@ def run(options: CpuBenchOptions) -> CpuBenchResult:
     try:
         loaded = load(EngineOptions(options.model, device="cpu", dtype="float32", skip_tokenizer_init=True))
         twin = TransformersTwin(loaded.source, loaded.config)
+        own = project_runner(options, loaded)  # first, since it refuses what the model cannot hold
         prompts, single = make_prompts(options, loaded.config.vocab_size)
-        sides: tuple[tuple[Runner, Rates], ...] = ((project_runner(options, loaded), Rates()), (twin.generate, Rates()))
+        sides: tuple[tuple[Runner, Rates], ...] = ((own, Rates()), (twin.generate, Rates()))
         agreement = [0.0]
         for repeat in range(options.repeats + 1):  # the first warms both sides up
             tokens = []

@@ -55,7 +55,9 @@ class EmbedBenchOptions:
         for name in ("texts", "median_words", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be >= 1")
-        for name in ("sigma", "max_num_batched_tokens", "threads"):
+        if not 0 <= self.sigma <= 10:  # beyond it lengths overflow
+            raise ValueError(f"sigma = {self.sigma}: must be >= 0 and <= 10")
+        for name in ("max_num_batched_tokens", "threads", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be >= 0")
 

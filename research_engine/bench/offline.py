@@ -61,6 +61,8 @@ class EngineChoice:
             raise ValueError(f"vllm_python = {self.vllm_python!r}: used by --compare vllm alone")
         if self.save is not None and not self.save.parent.exists():
             raise ValueError(f"save = {str(self.save)!r}: there is no directory {self.save.parent}")
+        if self.save is not None and self.save.is_dir():
+            raise ValueError(f"save = {str(self.save)!r}: is a directory; it must be a file")
 
 
 @dataclass(frozen=True)

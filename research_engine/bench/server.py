@@ -7,6 +7,7 @@ the machine; the sides take turns, and medians are reported.
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 import subprocess
 import sys
@@ -53,9 +54,11 @@ class ServerBenchOptions:
         for name in ("connections", "tokens", "stream_tokens", "repeats", "streams"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be >= 1")
-        if not self.seconds > 0 or self.soak < 0 or self.rate < 0:
-            told = f"seconds = {self.seconds} must be > 0, soak = {self.soak} and rate = {self.rate} >= 0"
-            raise ValueError(told)
+        if not 0 < self.seconds < math.inf:
+            raise ValueError(f"seconds = {self.seconds}: must be finite and > 0")
+        for name in ("rate", "soak"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be finite and >= 0")
 
 
 def main(options: Annotated[ServerBenchOptions, tyro.conf.arg(name="")]) -> int:

@@ -156,9 +156,9 @@ def _decision_of(line: dict[str, Any]) -> Decision:
 
 
 def _plain(facts: Any) -> dict[str, Fact]:
-    """As JSON can hold it: finite numbers stay, all else becomes text."""
+    """As JSON can hold it: integers and finite numbers stay, all else becomes text."""
     kept = {}
     for name, fact in dict(facts).items():
-        number = isinstance(fact, (int, float)) and math.isfinite(fact)
+        number = isinstance(fact, int) or (isinstance(fact, float) and math.isfinite(fact))
         kept[str(name)] = fact if number else str(fact)
     return kept

@@ -25,7 +25,7 @@ from .queues import RequestQueues
 from .records import Records, RequestRecord, StepRecord
 from .request import RUNNING, UNKNOWN_TOKEN, Request, Status
 from .request_group import continuation_ids, make_group
-from .request_rules import check_request
+from .request_rules import check_facts, check_request
 from .sampling_params import SamplingParams
 from .structured import TokenConstraint
 from .text import DecodeStream
@@ -119,6 +119,10 @@ class Engine:
             QueueFullError: max_num_queued requests wait already. Nothing was queued.
         """
         max_tokens = check_request(request_id, prompt_token_ids, sampling, self.config, computed_tokens)
+        check_facts(
+            request_id, arrival_time=arrival_time, priority=priority, client=client, deadline=deadline,
+            predicted_tokens=predicted_tokens,
+        )  # fmt: skip
         self.queues.check(request_id, continuation_ids(request_id, sampling.n), self.config)
         group = make_group(
             request_id, prompt_token_ids, sampling, self.config, first_index=self._num_added, max_tokens=max_tokens,

@@ -18,6 +18,7 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from .block_ledger import BlockLedger
 from .config import EngineConfig
@@ -192,7 +193,7 @@ class KVCache:
             PlanError: a rule was broken, which the message names; nothing was changed.
         """
         if type(plan.tokens) is not dict and isinstance(plan.tokens, Mapping):  # it might answer otherwise next time
-            plan = SchedulePlan(dict(plan.tokens.items()), plan.preempt)
+            plan = replace(plan, tokens=dict(plan.tokens.items()))
         check_plan(plan, requests, self, self._config, step)
         batch, new_row = Batch(step, [], 0), tuple.__new__  # half the cost of calling a NamedTuple
         refs, size, append, row = self._refs, self.block_size, batch.rows.append, ScheduledRequest

@@ -32,8 +32,13 @@ def check_plan(
         raise PlanError(f"reasons is {plan.reasons!r}; it must map request ids to words", step=step)
     if not isinstance(plan.seen, Mapping) or not isinstance(plan.rest, str):
         raise PlanError(f"seen is {plan.seen!r}, rest {plan.rest!r}; they must be a mapping and a text", step=step)
-    wakes = plan.wake_at is None or (isinstance(plan.wake_at, (int, float)) and math.isfinite(plan.wake_at))
-    if not wakes:
+    for name, why in plan.reasons.items():
+        if not isinstance(why, str):
+            raise PlanError(f"reasons[{name!r}] is {why!r}; it must be a text", step=step)
+    for name, facts in plan.seen.items():
+        if not isinstance(facts, Mapping) or not all(isinstance(fact, (str, int, float)) for fact in facts.values()):
+            raise PlanError(f"seen[{name!r}] is {facts!r}; it must map names to numbers and texts", step=step)
+    if plan.wake_at is not None and not _is_time(plan.wake_at):
         raise PlanError(f"wake_at is {plan.wake_at!r}; it must be a finite number of clock seconds, or None", step=step)
     ledger = BlockLedger(cache)
     if plan.preempt:
@@ -68,6 +73,13 @@ def check_plan(
     seats = cache.num_running + admitted - len(plan.preempt)
     if seats > config.max_num_seqs:
         raise PlanError(f"{seats} requests would hold blocks, max_num_seqs is {config.max_num_seqs}", step=step)
+
+
+def _is_time(value: object) -> bool:
+    try:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def _check_preemptions(

@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
+from numbers import Integral, Real
 
 from .config import EngineConfig
 from .errors import RequestError
 from .sampling_params import SamplingParams
+
+
+def check_facts(
+    request_id: str,
+    *,
+    arrival_time: float | None,
+    priority: int,
+    client: str,
+    deadline: float | None,
+    predicted_tokens: int | None,
+) -> None:
+    """Check what policies go by, so that a wrong one is not taken for a fault of theirs.
+
+    Raises:
+        RequestError: naming the value and the rule.
+    """
+    rule = None
+    if arrival_time is not None and not (isinstance(arrival_time, Real) and math.isfinite(arrival_time)):
+        rule = f"arrival_time is {arrival_time!r}; it must be a finite number of clock seconds, or None"
+    elif not isinstance(priority, Integral):
+        rule = f"priority is {priority!r}; it must be an integer"
+    elif not isinstance(client, str):
+        rule = f"client is {client!r}; it must be a text"
+    elif deadline is not None and not (isinstance(deadline, Real) and not math.isnan(deadline)):
+        rule = f"deadline is {deadline!r}; it must be a number of clock seconds, or None"
+    elif predicted_tokens is not None and not (isinstance(predicted_tokens, Integral) and predicted_tokens >= 0):
+        rule = f"predicted_tokens is {predicted_tokens!r}; it must be an integer >= 0, or None"
+    if rule is not None:
+        raise RequestError(f"request {request_id!r}: {rule}")
 
 
 def check_request(
@@ -38,8 +69,8 @@ def check_request(
         raise refused(f"the prompt must be a sequence of 64-bit integers, token ids ({error})") from error
     if len(prompt) == 0:
         raise refused("the prompt is empty; it needs at least one token")
-    if not 0 <= computed_tokens < len(prompt):
-        rule = "must be >= 0 and leave at least one of them to compute, for its logits"
+    if not isinstance(computed_tokens, Integral) or not 0 <= computed_tokens < len(prompt):
+        rule = "must be an integer >= 0 and leave at least one of them to compute, for its logits"
         raise refused(f"computed_tokens = {computed_tokens} of {len(prompt)} prompt tokens; it {rule}")
     if computed_tokens and (sampling.n > 1 or sampling.prompt_logprobs is not None):
         raise refused(f"computed_tokens = {computed_tokens}: with n > 1 or prompt_logprobs the prompt is computed here")

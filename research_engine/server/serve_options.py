@@ -9,14 +9,16 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import math
 import os
 import re
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from research_engine.options import EngineOptions, OptionError, nearest_first
+from research_engine.options import EngineOptions, OptionError, check_kinds, nearest_first
 
 API_KEY_VARIABLE = "RESEARCH_ENGINE_API_KEY"
 
@@ -76,11 +78,19 @@ class ServerOptions:
     config_dir: str = ""
 
     def __post_init__(self) -> None:
+        check_kinds(self)
+        for name in ("api_key", "served_model_name", "allowed_origins"):
+            texts = getattr(self, name)
+            if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+                shown = "***" if name == "api_key" else repr(texts)
+                raise OptionError(f"{name} = {shown}: must be texts")
+            if "" in texts:
+                raise OptionError(f"{name} holds an empty {'key' if name == 'api_key' else 'text'}")
         if not 0 <= self.port <= 65535:
             raise OptionError(f"port = {self.port!r}: must be from 0 to 65535")
         for name in ("max_body_mib", "max_header_kib", "client_timeout"):
-            if not getattr(self, name) > 0:
-                raise OptionError(f"{name} = {getattr(self, name)!r}: must be > 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise OptionError(f"{name} = {getattr(self, name)!r}: must be finite and > 0")
         for name in ("max_logprobs", "shutdown_timeout", "restart_engine"):
             if not getattr(self, name) >= 0:
                 raise OptionError(f"{name} = {getattr(self, name)!r}: must be >= 0")
@@ -89,10 +99,14 @@ class ServerOptions:
             raise OptionError(
                 f"log_level = {self.log_level!r}: must be one of {', '.join(nearest_first(self.log_level, levels))}"
             )
-        if any(not key for key in self.api_key):
-            raise OptionError("api_key holds an empty key")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise OptionError("ssl_keyfile and ssl_certfile are given together or not at all")
+        if self.ssl_keyfile:
+            try:
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
+            except OSError as error:
+                files = f"ssl_certfile = {self.ssl_certfile!r}, ssl_keyfile = {self.ssl_keyfile!r}"
+                raise OptionError(f"{files}: must be a certificate and its key in PEM: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -149,11 +163,13 @@ def _chunked_prefill(values: dict[str, Any]) -> None:
     wanted = values.pop("enable_chunked_prefill", None)
     if wanted is None:
         return
+    if not isinstance(wanted, bool):
+        raise OptionError(f"enable_chunked_prefill = {wanted!r}: must be True or False")
     usual = "chunked_prefill" if wanted else "fcfs"
     scheduler = values.setdefault("scheduler", usual)
-    if not wanted and scheduler == "chunked_prefill":
+    if scheduler == ("fcfs" if wanted else "chunked_prefill"):
         raise OptionError(
-            "enable_chunked_prefill = False contradicts scheduler = 'chunked_prefill'; leave one of them out"
+            f"enable_chunked_prefill = {wanted} contradicts scheduler = {scheduler!r}; leave one of them out"
         )
 
 
@@ -185,6 +201,8 @@ def _parameters(option: str, given: Any) -> dict[str, Any]:
     """A mapping, or words NAME=VALUE."""
     if isinstance(given, Mapping):
         return dict(given)
+    if not isinstance(given, (list, tuple)) or not all(isinstance(word, str) for word in given):
+        raise OptionError(f"{option} = {given!r}: must hold values by name, or texts NAME=VALUE")
     made = {}
     for word in given:
         name, equals, text = word.partition("=")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from research_engine.bench.client_ceiling import Ceiling, ClientBenchOptions, measure
@@ -22,7 +24,17 @@ def test_what_a_core_takes_is_told_in_the_kinds_own_unit():
     assert Ceiling("whole", 1, 100.0, 10.0, 0.5, 10.0).of_a_core == "0.02k req/s"
 
 
-@pytest.mark.parametrize("wrong", [{"streams": (0,)}, {"output_len": 0}, {"seconds": 0.0}, {"step_ms": -1.0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"streams": (0,)},
+        {"output_len": 0},
+        {"seconds": 0.0},
+        {"step_ms": -1.0},
+        {"seconds": math.inf},
+        {"step_ms": math.nan},
+    ],
+)
 def test_wrong_numbers_are_refused(wrong):
     with pytest.raises(ValueError, match="must be"):
         ClientBenchOptions(**wrong)

@@ -58,7 +58,7 @@ def test_agreement_counts_tokens_before_the_first_difference():
     assert cpu._agreement([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [5, 6, 7, 8]]) == 6 / 8
 
 
-@pytest.mark.parametrize("wrong", [{"batch": 0}, {"repeats": 0}, {"max_context": 4}, {"threads": -1}])
+@pytest.mark.parametrize("wrong", [{"batch": 0}, {"repeats": 0}, {"max_context": 4}, {"threads": -1}, {"seed": -1}])
 def test_sizes_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         cpu.CpuBenchOptions(**{"min_context": 5, **wrong})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 
 import pytest
 from rich.console import Console
@@ -38,7 +39,18 @@ def test_the_ratio_is_of_medians() -> None:
     assert "5 (1 to 10)" in out
 
 
-@pytest.mark.parametrize(("name", "value"), [("texts", 0), ("repeats", 0), ("sigma", -1.0), ("threads", -1)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("texts", 0),
+        ("repeats", 0),
+        ("sigma", -1.0),
+        ("sigma", math.nan),
+        ("sigma", 11.0),
+        ("threads", -1),
+        ("seed", -1),
+    ],
+)
 def test_a_wrong_option_is_named(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} = {value}"):
         embed.EmbedBenchOptions(**{name: value})

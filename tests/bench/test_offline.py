@@ -104,6 +104,7 @@ def test_the_other_engine_gets_the_same_settings_in_its_own_process(tmp_path, mo
         (["throughput", "--input-len", "9000"], "max_model_len = 8192: the longest request has 9128 tokens"),
         (["throughput", "--vllm-python", "x"], "vllm_python = 'x': used by --compare vllm alone"),
         (["throughput", "--save", "/no/such/place.json"], "there is no directory /no/such"),
+        (["throughput", "--save", "/"], "save = '/': is a directory; it must be a file"),
         (["latency", "--batches", "300"], "at most max_num_seqs = 256 run together"),
     ],
 )

@@ -33,9 +33,11 @@ def starts(engine: Any) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("policy", ALL)
-@pytest.mark.parametrize(("prompt", "most", "numbers"), [(12, 1, "12 prompt"), (8, 4, "= 4 need 11 KV slots")])
+@pytest.mark.parametrize(
+    ("prompt", "most", "numbers"), [(12, 1, "12 prompt"), (8, 4, "= 4 need 11 KV slots"), (8, 2, "= 2 need 9")]
+)
 def test_a_request_larger_than_the_cache_is_refused_and_the_queue_goes_on(policy, prompt, most, numbers):
-    """S1: 2 blocks of 4; prompt 12, or prompt 8 and 4 output tokens."""
+    """S1: 2 blocks of 4; prompt 12, or prompt 8 and 4 output tokens, or one slot too many."""
     engine = make_engine(policy(), num_blocks=2)
     engine.add_request("before", [1, 2], greedy(2))
     with pytest.raises(RequestError, match=numbers) as caught:

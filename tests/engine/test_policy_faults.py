@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -147,6 +148,30 @@ FAULTS = {
     "no time": (
         lambda plan, view: SchedulePlan({}, wake_at=float("inf")),
         PlanError, "wake_at is inf; it must be a finite number",
+    ),
+    "a time beyond every clock": (
+        lambda plan, view: SchedulePlan({}, wake_at=10**400),
+        PlanError, "wake_at is 10+; it must be a finite number",
+    ),
+    "no time, in a mapping of its own": (
+        lambda plan, view: SchedulePlan(MappingProxyType({}), wake_at=float("nan")),
+        PlanError, "wake_at is nan; it must be a finite number",
+    ),
+    "words that are none, in a mapping of its own": (
+        lambda plan, view: SchedulePlan(MappingProxyType(dict(plan.tokens)), reasons=["no room"]),
+        PlanError, "reasons is .'no room'.; it must map request ids to words",
+    ),
+    "a reason that is no text": (
+        lambda plan, view: SchedulePlan(plan.tokens, reasons={"a": 3}),
+        PlanError, "reasons.'a'. is 3; it must be a text",
+    ),
+    "facts that are none": (
+        lambda plan, view: SchedulePlan(plan.tokens, seen={"a": 5}),
+        PlanError, "seen.'a'. is 5; it must map names to numbers and texts",
+    ),
+    "facts of another kind": (
+        lambda plan, view: SchedulePlan(plan.tokens, seen={"a": {"rank": [1]}}),
+        PlanError, "seen.'a'. is {'rank': .1.}; it must map names to numbers and texts",
     ),
     "sleeps": (dozes, PolicyError, "Faulty.schedule took 2.000 s, schedule_limit is 1 s; .* wake_at"),
     "raises": (raises, PolicyError, "Faulty.schedule raised KeyError: 'x'"),

@@ -157,6 +157,17 @@ def test_a_duplicate_live_id_is_refused_and_the_engine_lives(first, second):
     assert_empty(engine)
 
 
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), (2, 3)])
+def test_an_id_is_live_however_many_continuations_it_has(first, second):
+    """S13: a group's own id is taken, too, though none of its continuations is called so."""
+    engine = make_engine(FCFS())
+    engine.add_request("x", [1, 2], greedy(2, n=first))
+    with pytest.raises(RequestError, match="request 'x'.*is live"):
+        engine.add_request("x", [3, 4], greedy(2, n=second))
+    drain(engine)
+    assert len(engine.records.requests) == first
+
+
 @pytest.mark.parametrize("policy", [FCFS, ChunkedPrefill, Priority])
 def test_a_prompt_at_the_models_limit_is_refused_and_one_below_it_is_served(policy):
     """S24: prompt = max_model_len and + 1 say the limit; max_model_len - 1 leaves room for one token."""
@@ -186,6 +197,37 @@ def test_a_prompt_that_is_no_list_of_token_ids_is_refused(prompt, message):
     with pytest.raises(RequestError, match=message):
         engine.add_request("r", prompt, greedy())
     assert not engine.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("arrival_time", float("nan"), "a finite number of clock seconds"),
+        ("arrival_time", float("inf"), "a finite number of clock seconds"),
+        ("arrival_time", "soon", "a finite number of clock seconds"),
+        ("priority", None, "an integer"),
+        ("priority", float("nan"), "an integer"),
+        ("client", 5, "a text"),
+        ("deadline", float("nan"), "a number of clock seconds"),
+        ("predicted_tokens", -1, "an integer >= 0"),
+        ("predicted_tokens", "many", "an integer >= 0"),
+    ],
+)
+def test_what_policies_go_by_is_checked_before_they_see_it(name, value, rule):
+    """A wrong fact is the request's fault, never the policy's, and the engine lives."""
+    engine = make_engine(Priority())
+    with pytest.raises(RequestError, match=f"request 'r': {name} is {value!r}; it must be {rule}"):
+        engine.add_request("r", [1, 2], greedy(2), **{name: value})
+    (good,) = engine.add_request("r", [1, 2], greedy(2), deadline=float("inf"), predicted_tokens=0)
+    drain(engine)
+    assert_empty(engine)
+    assert good.output_token_ids == expected(good)[0]
+
+
+@pytest.mark.parametrize("value", [-1, 2, 1.5, "1"])
+def test_computed_tokens_that_leave_nothing_or_are_no_number_are_refused(value):
+    with pytest.raises(RequestError, match=f"computed_tokens = {value} of 2 prompt tokens; it must be an integer"):
+        make_engine(FCFS()).add_request("r", [1, 2], greedy(2), computed_tokens=value)
 
 
 def test_an_id_that_is_no_string_is_refused():

@@ -78,6 +78,7 @@ def test_an_unknown_top_key_is_named_with_its_line(file: Path) -> None:
         ("[fcfs, priority]", "[fcfs, fcfs]", "line 10: factors.scheduler: two levels are alike in fcfs, fcfs"),
         ("[fcfs, priority]", "fcfs", "line 10: factors.scheduler: a factor needs a list of levels"),
         ("seeds: [3, 5]", "seeds: [3, 3]", "line 11: seeds: [3, 3] must be distinct"),
+        ("seeds: [3, 5]", f"seeds: [{2**63}]", f"line 11: seeds: [{2**63}] must be distinct integers >= 0 and < 2^63"),
         ("{scheduler: fcfs}", "{scheduler: fcsf}", "line 12: baseline: scheduler has no level 'fcsf'; valid ones"),
         ("{scheduler: fcfs}", "{schedule: fcfs}", "line 12: baseline: no factor 'schedule'; valid ones"),
         ("num_blocks: 64", "num_blocks: [", "no YAML"),
@@ -194,6 +195,16 @@ def test_what_ships_is_valid_and_described(name: str) -> None:
 )
 def test_a_description_says_what_the_command_line_changed(words: list[str], end: str) -> None:
     assert load_experiment("quickstart", words)[0].description.endswith(end)
+
+
+@pytest.mark.parametrize("name", ["papers/sarathi_table_4", "papers/pagedattention_fig_19b"])
+def test_what_ships_is_found_from_any_directory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These two name a policy and a GPU sheet that ship with them."""
+    monkeypatch.chdir(tmp_path)
+    settings = [cell.settings for cell in load_experiment(name)[1]]
+    named = [one.scheduler.rpartition(":")[0] for one in settings] + [one.gpu or "" for one in settings]
+    files = [Path(file) for file in named if file.endswith((".py", ".json"))]
+    assert files and all(file.is_file() for file in files)
 
 
 @pytest.mark.parametrize(("stem", "name"), [("mine", "mine"), ("my été 2", "my-t-2"), ("实验", "experiment")])

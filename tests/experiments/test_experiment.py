@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,11 @@ def test_conditions_choose_cells(file: Path) -> None:
         ("exclude={scheduler: fcfs}", "exclude: must be a list of conditions"),
         ("exclude=[{scheduler: [fcfs, priority]}]", "include and exclude leave no cell of the grid"),
         ("scheduler_params.token_budget=4096", "token_budget = 4096 is above max_num_batched_tokens = 512"),
+        ("workload.num_requests=99999999999999", "workload.num_requests = 99999999999999: Input should be less than"),
+        (
+            "outputs.plots=[bars, {kind: latency_load, x: schedular}]",
+            "outputs: plots.1.x: no factor 'schedular'; valid ones, nearest first: scheduler",
+        ),
         ("outputs.plots=[latency_cfd]", "no such value; valid ones, nearest first: latency_cdf"),
         ("outputs.plots=[{kind: pareto, x: scheduler}]", "pareto takes no x"),
         ("outputs.table=[ttft_p98]", "no metric 'ttft_p98'; valid ones, nearest first: ttft_p9"),
@@ -63,6 +69,31 @@ def test_conditions_choose_cells(file: Path) -> None:
 )
 def test_a_mistake_in_the_design_is_told(file: Path, word: str, told: str) -> None:
     assert told in mistake(file, "", "", "max_num_batched_tokens=512", word)
+
+
+def test_a_chunk_above_the_budget_that_a_simulation_has_by_itself_is_refused(file: Path) -> None:
+    words = ("executor=simulated", "gpu=h200", "scheduler=chunked_prefill")
+    told = mistake(file, "", "", *words, "scheduler_params.token_budget=8193")
+    assert "token_budget = 8193 is above max_num_batched_tokens = 8192: no step could hold such a chunk" in told
+    load_experiment(str(file), [*words, "scheduler_params.token_budget=8192"])
+
+
+@pytest.mark.parametrize(
+    ("label", "begins"),
+    [
+        ("a/../b, 3", "a-..-b-3-seed3-"),
+        ("..", "cell-seed3-"),
+        ("план", "план-seed3-"),
+        ("長" * 300, "長" * 48 + "-seed3-"),
+    ],
+)
+def test_a_trials_directory_is_in_sight_and_short_whatever_its_cell_is_called(
+    file: Path, label: str, begins: str
+) -> None:
+    trial = trials_of(*load_experiment(str(file), ["scheduler=[fcfs]"]))[0]
+    name = replace(trial, cell=label).directory_name
+    assert name.startswith(begins)
+    assert len(name.encode()) < 240 and "/" not in name
 
 
 def test_cells_run_in_another_order_under_every_seed_and_always_the_same_one(file: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -160,6 +161,46 @@ def test_a_directory_that_is_no_run_is_told(tmp_path: Path, capsys: pytest.Captu
         write_report(tmp_path)
     assert command(["report", str(tmp_path)]) == 2
     assert "no run directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("config.yaml", "[1]", "config.yaml holds no experiment"),
+        ("config.yaml", "", "config.yaml holds no experiment"),
+        ("trials.json", "{}", "trials.json must be a list of trials with cell, directory, levels, seed"),
+        ("trials.json", '[{"cell": 5}]', "trials.json must be a list of trials with cell, directory, levels, seed"),
+        ("environment.json", "[]", "environment.json must be a mapping"),
+    ],
+)
+def test_a_run_with_a_file_of_another_form_is_told(finished: Path, name: str, text: str, told: str) -> None:
+    damaged = _copied(finished)
+    (damaged / name).write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(f"{damaged}: no run directory: {told}")):
+        write_report(damaged)
+
+
+@pytest.mark.parametrize("content", [None, b"PAR1"])
+def test_a_damaged_trial_is_named_with_its_remedy(finished: Path, content: bytes | None) -> None:
+    damaged = _copied(finished)
+    path = next((damaged / "trials").glob("*/requests.parquet"))
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: cannot be read; remove {path.parent} and run")):
+        write_report(damaged)
+
+
+@pytest.mark.parametrize("text", ['{"metrics": 5, "kind": "real"}', '{"metrics": {}}', '{"metrics'])
+def test_a_summary_that_no_trial_wrote_is_none(finished: Path, text: str) -> None:
+    damaged = _copied(finished)
+    next((damaged / "trials").glob("*/summary.json")).write_text(text)
+    assert len(RunFiles.of(damaged).summaries) == len(RunFiles.of(finished).summaries) - 1
+
+
+def _copied(run: Path) -> Path:
+    copy = run.parent / "damaged"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(run, copy)
+    return copy
 
 
 # compare

@@ -298,6 +298,29 @@ def test_two_processes_do_not_run_into_one_directory(file: Path, tmp_path: Path)
     run(file, tmp_path / "run", StubBackend())
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "environment.json"])
+def test_a_directory_with_files_that_no_run_wrote_is_left_as_it_is(file: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / name).write_text("mine")
+    with pytest.raises(ConfigError, match=f"own: holds a {name} that no run wrote; choose another directory"):
+        run(file, tmp_path / "own", StubBackend())
+    assert [path.name for path in (tmp_path / "own").iterdir()] == [name]
+    assert (tmp_path / "own" / name).read_text() == "mine"
+
+
+def test_a_run_that_was_killed_while_it_wrote_its_head_goes_on(file: Path, tmp_path: Path) -> None:
+    run(file, tmp_path / "run", StubBackend())
+    for name in ("config.yaml", "environment.json"):
+        (tmp_path / "run" / name).unlink()
+    assert run(file, tmp_path / "run", StubBackend()).reused > 0
+    assert (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_folder_of_traces_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--traces", str(tmp_path / "none")]) == 2
+    assert f"error: --traces {tmp_path / 'none'}: no such directory" in capsys.readouterr().err
+
+
 def test_what_a_killed_process_left_half_written_is_cleared(file: Path, tmp_path: Path) -> None:
     run(file, tmp_path / "run", StubBackend())
     trials = tmp_path / "run" / "trials"

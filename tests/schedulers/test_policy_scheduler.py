@@ -63,6 +63,19 @@ def test_a_request_that_the_order_names_twice_is_served_once(rows):
     assert rows(engine) == [{"a": 1, "b": 1, "c": 1}] * 3, "naming it twice takes no second share of the budget"
 
 
+def test_an_order_without_an_end_is_named():
+    class Endless(PolicyScheduler):
+        def order(self, view):
+            while True:
+                yield view.waiting[-1]
+
+    engine = make_engine(Endless())
+    for name in "ab":
+        engine.add_request(name, [1], greedy())
+    with pytest.raises(PolicyError, match="Endless.order yielded more than 4 requests and there are 2; it must end"):
+        engine.step()
+
+
 def test_a_request_that_the_order_leaves_out_is_skipped(rows):
     class OnlyB(PolicyScheduler):
         def order(self, view):

@@ -141,6 +141,15 @@ def test_variables_for_the_template_change_nothing_that_is_not_theirs(server: Li
     assert answer.status in (200, 400), answer.body
 
 
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "self"])
+def test_a_variable_that_the_template_gets_anyhow_is_refused_by_name(server: LiveServer, name: str) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {name: 1}}
+    answer = server.post(CHAT, body)
+    assert answer.status == 400
+    assert answer.json()["error"]["param"] == "chat_template_kwargs"
+    assert f"chat_template_kwargs holds '{name}'" in answer.json()["error"]["message"]
+
+
 def answered(pieces: list[bytes]) -> bytes:
     """What a connection that is not worth waiting for is told."""
     import uvicorn

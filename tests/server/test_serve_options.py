@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from research_engine.options import EngineOptions, OptionError
-from research_engine.server.serve_options import ServeOptions, _parser, parse
+from research_engine.server.serve_options import ServeOptions, _parser, options_of, parse
 
 
 def test_flags_as_vllms_users_type_them() -> None:
@@ -53,6 +53,7 @@ def test_chunked_prefill_is_a_choice_of_scheduler(flags: str, scheduler: str) ->
     ("flags", "says"),
     [
         ("--no-enable-chunked-prefill --scheduler chunked_prefill", "contradicts"),
+        ("--enable-chunked-prefill --scheduler fcfs", "contradicts"),
         ("--port 70000", "port = 70000"),
         ("--block-size 0", "block_size = 0"),
         ("--dtype float8", "dtype = 'float8'"),
@@ -60,12 +61,41 @@ def test_chunked_prefill_is_a_choice_of_scheduler(flags: str, scheduler: str) ->
         ("--max-body-mib 0", "max_body_mib"),
         ("--scheduler-params watermark", "NAME=VALUE"),
         ("--ssl-keyfile x", "ssl_certfile"),
+        ("--ssl-keyfile x.pem --ssl-certfile y.pem", "ssl_certfile = 'y.pem', ssl_keyfile = 'x.pem': must be a cert"),
+        ("--max-body-mib inf", "max_body_mib = inf"),
         ("--config /nonexistent.yaml", "cannot be read"),
     ],
 )
 def test_a_wrong_value_is_named(flags: str, says: str) -> None:
     with pytest.raises(OptionError, match=says):
         parse(["m", *flags.split()])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("port", "abc", "port = 'abc': must be an integer"),
+        ("port", True, "port = True: must be an integer"),
+        ("host", 5, "host = 5: must be a text"),
+        ("client_timeout", "soon", "client_timeout = 'soon': must be a number"),
+        ("access_log", "no", "access_log = 'no': must be True or False"),
+        ("restart_engine", 1.5, "restart_engine = 1.5: must be an integer"),
+        ("allowed_origins", 5, "allowed_origins = 5: must be texts"),
+        ("served_model_name", [1], "served_model_name = .1.: must be texts"),
+        ("served_model_name", [""], "served_model_name holds an empty text"),
+        ("api_key", "", "api_key holds an empty key"),
+        ("scheduler_params", 5, "scheduler_params = 5: must hold values by name"),
+        ("enable_chunked_prefill", "no", "enable_chunked_prefill = 'no': must be True or False"),
+    ],
+)
+def test_a_file_with_a_value_of_another_kind_is_told(name: str, value: object, says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        options_of({"model": "m", name: value})
+
+
+def test_a_wrong_key_is_refused_without_being_shown() -> None:
+    with pytest.raises(OptionError, match=r"api_key = \*\*\*: must be texts"):
+        options_of({"model": "m", "api_key": [123456]})
 
 
 def test_a_model_is_needed() -> None:

@@ -44,13 +44,17 @@ async def chat_completions(context: ServerContext, call: Call) -> None:
     check_stream_options(request)
     logprobs = _logprobs(request, context.max_logprobs)
     names, form = _tools_and_form(request)
+    variables = request.chat_template_kwargs or {}
+    for name in ("messages", "add_generation_prompt", "self"):
+        if name in variables:
+            raise invalid(f"chat_template_kwargs holds {name!r}: a template gets its own", "chat_template_kwargs")
     prompt = await chat_prompt(
         context,
         request.messages,
         size=len(call.body),
         add_generation_prompt=request.add_generation_prompt is not False,
         tools=request.tools if names else None,
-        variables=request.chat_template_kwargs or {},
+        variables=variables,
     )
     limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     sampling = sampling_params(request, max_tokens=limit, logprobs=logprobs, form=form)
