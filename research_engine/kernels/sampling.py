@@ -205,7 +205,7 @@ def _check(
         _check_lists("seen_tokens", seen_tokens, torch.int32, None, "[slots, M]")
         assert seen_tokens is not None and seen_lengths is not None
         _check_lists("seen_counts", seen_counts, torch.int32, seen_tokens.shape, "seen_tokens', [slots, M]")
-        if seen_counts is not None and seen_counts.stride(0) != seen_tokens.stride(0):
+        if seen_counts is not None and seen_counts.stride(0) != seen_tokens.stride(0) and len(seen_tokens) > 1:
             refuse(
                 "seen_counts", seen_counts, f"its rows have to lie as seen_tokens' do, {seen_tokens.stride(0)} apart"
             )
@@ -218,7 +218,7 @@ def _check(
         if bias_tokens.shape[0] != rows[0]:
             refuse("bias_tokens", bias_tokens, f"the shape has to be [S, K], S = {rows[0]}")
         _check_lists("bias_values", bias_values, torch.float32, bias_tokens.shape, "bias_tokens', [S, K]")
-        if bias_values.stride(0) != bias_tokens.stride(0):
+        if bias_values.stride(0) != bias_tokens.stride(0) and rows[0] > 1:
             refuse(
                 "bias_values", bias_values, f"its rows have to lie as bias_tokens' do, {bias_tokens.stride(0)} apart"
             )

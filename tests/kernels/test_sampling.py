@@ -304,6 +304,15 @@ def test_logprobs_are_of_the_logits_as_they_came(
             assert drawn.top_ids[row, count:].tolist() == [-1] * (wanted - count)
 
 
+def test_one_row_may_lie_anywhere_whatever_its_stride(device: str) -> None:
+    """Columns of a wider list, beside values that are not: a stride of rows says nothing where there is one."""
+    logits, wide = torch.randn(1, 50), torch.arange(40, dtype=torch.int32)[None]
+    values = torch.tensor([[9.0, -9.0]])
+    expected = draw(device, logits, bias_tokens=wide[:, :2].clone(), bias_values=values)
+    actual = draw(device, logits, bias_tokens=wide[:, :2], bias_values=values)
+    assert torch.equal(actual.token_ids, expected.token_ids)
+
+
 def test_a_row_does_not_depend_on_its_neighbours_or_its_stride(device: str) -> None:
     logits = torch.randn(300, 1000, generator=torch.Generator().manual_seed(1))
     options = {"seeds": torch.full((300,), 4), "top_p": torch.full((300,), 0.8)}
