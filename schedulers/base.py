@@ -192,7 +192,10 @@ class PolicyScheduler(Scheduler):
                 known = request.num_uncomputed_tokens if running else view.uncomputed_tokens(request)
                 num_tokens = min(num_tokens, budget, known)
                 if running:
-                    if num_tokens > 0:
+                    if num_tokens > 0 and plan.ledger.grant(request, num_tokens):  # nearly always
+                        tokens[name] = num_tokens
+                        plan.budget = budget - num_tokens
+                    elif num_tokens > 0:
                         plan.serve(request, num_tokens)
                     elif why is not None:
                         why.skipped(request, budget)

@@ -119,10 +119,7 @@ class Engine:
             QueueFullError: max_num_queued requests wait already. Nothing was queued.
         """
         max_tokens = check_request(request_id, prompt_token_ids, sampling, self.config, computed_tokens)
-        check_facts(
-            request_id, arrival_time=arrival_time, priority=priority, client=client, deadline=deadline,
-            predicted_tokens=predicted_tokens,
-        )  # fmt: skip
+        check_facts(request_id, arrival_time, priority, client, deadline, predicted_tokens)
         self.queues.check(request_id, continuation_ids(request_id, sampling.n), self.config)
         group = make_group(
             request_id, prompt_token_ids, sampling, self.config, first_index=self._num_added, max_tokens=max_tokens,
@@ -212,7 +209,7 @@ class Engine:
                 self._in_flight = (batch, result, record)
             else:
                 self.records.add_step(record)
-            self._policy.tell("on_step", record.copy(), batch.step)
+            self._policy.tell_step(record, batch.step)
         self.num_steps += 1
         self.kv_cache.balance_when_due(self.queues.live)
         self._policy.raise_event_error()

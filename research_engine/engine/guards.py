@@ -46,6 +46,8 @@ class GuardedPolicy:
         self._limit = config.schedule_limit
         self._stopwatch = Stopwatch()
         self._event_error: PolicyError | None = None
+        # a policy that has no ear for them needs no copy of every step's record
+        self._hears_steps = getattr(type(scheduler), "on_step", None) is not Scheduler.on_step
 
     @property
     def name(self) -> str:
@@ -110,6 +112,11 @@ class GuardedPolicy:
                 self.faults.add(fault)
             else:
                 self._event_error = self._event_error or fault
+
+    def tell_step(self, record: StepRecord, step: int) -> None:
+        """`tell` of a step, with a copy: whatever is done with it, the records stay as they are."""
+        if self._hears_steps:
+            self.tell("on_step", record.copy(), step)
 
     def raise_event_error(self) -> None:
         """Raise what an event raised, the engine's books being consistent now."""

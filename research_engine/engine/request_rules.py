@@ -14,7 +14,6 @@ from .sampling_params import SamplingParams
 
 def check_facts(
     request_id: str,
-    *,
     arrival_time: float | None,
     priority: int,
     client: str,
