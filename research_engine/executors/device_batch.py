@@ -130,58 +130,37 @@ class DeviceBatch:
 
     def send_padded(self, rows: Sequence[ScheduledRequest], changes: SeatChanges, padded: int) -> Drawing:
         """Bring the device up to date for `padded_inputs(padded)`."""
-        batch, most = _Ragged.of(rows, changes), self._nobody
-        room = padded - batch.num_tokens
-        drawing = Drawing(batch.drawing, [changes.seats[index] for index in batch.drawing])
-        self._send(
-            [
-                _extended(np.repeat(batch.seats, batch.counts), room, self._nobody), _extended(batch.positions, room),
-                _extended(batch.tokens, room), _extended(batch.row_starts, most - len(rows), batch.num_tokens),
-                _extended(batch.lengths, most - len(rows)), _extended(batch.seats, most - len(rows), self._nobody),
-                _extended(np.array(batch.drawing, dtype=np.int64), most - len(batch.drawing)),
-            ],
-            changes,
-        )  # fmt: skip
-        return drawing
+        batch = _Ragged.of(rows, changes)
+        self._send(batch.parts(tokens=padded, rows=self._nobody, nobody=self._nobody), changes)
+        return batch.drawn(changes)
 
     def padded_inputs(self, padded: int) -> Inputs:
         """A step of T tokens of up to max_num_seqs rows, which draw in front, by device work alone."""
         most = self._nobody
         sizes = [padded, padded, padded, most + 1, most, most, most]
         parts = self.staging.device_inputs[: sum(sizes)].split(sizes)
-        owners, positions, known, _, lengths, seats, drawing = (part.long() for part in parts)
-        attention = self._attention(
-            self._slots(owners, positions, owners == self._nobody), seats, parts[3], parts[4], max_query_len=padded
-        )
-        hidden_rows = parts[3].long()[drawing + 1] - 1
-        return Inputs(
-            self._tokens(owners, known),
-            positions,
-            attention,
-            seats[drawing],
-            lengths[drawing],
-            hidden_rows.clamp(min=0),
-        )
+        return self._ragged_inputs(parts, max_query_len=padded)
 
     def send_mixed(self, rows: Sequence[ScheduledRequest], changes: SeatChanges) -> tuple[Drawing, Inputs]:
         """Bring the device up to date for a step that runs as it is."""
         batch = _Ragged.of(rows, changes)
-        drawing = Drawing(batch.drawing, [changes.seats[index] for index in batch.drawing])
-        parts = self._send(
-            [
-                np.repeat(batch.seats, batch.counts), batch.positions, batch.tokens, batch.row_starts, batch.lengths,
-                batch.seats, np.array(batch.drawing, dtype=np.int64),
-            ],
-            changes,
-        )  # fmt: skip
-        owners, positions, known, row_starts, lengths, seats, drawn = (part.long() for part in parts)
-        attention = self._attention(
-            self._slots(owners, positions), seats, parts[3], parts[4], max_query_len=int(batch.counts.max()),
-            max_seq_len=int(batch.lengths.max()),
-        )  # fmt: skip
-        return drawing, Inputs(
-            self._tokens(owners, known), positions, attention, seats[drawn], lengths[drawn], row_starts[drawn + 1] - 1
+        parts = self._send(batch.parts(tokens=batch.num_tokens, rows=len(rows), nobody=self._nobody), changes)
+        parts[-1] = parts[-1][: len(batch.drawing)]
+        return batch.drawn(changes), self._ragged_inputs(
+            parts, max_query_len=int(batch.counts.max()), max_seq_len=int(batch.lengths.max())
         )
+
+    def _ragged_inputs(
+        self, parts: Sequence[torch.Tensor], *, max_query_len: int, max_seq_len: int | None = None
+    ) -> Inputs:
+        """From the parts of `_Ragged.parts`, on the device."""
+        owners, positions, known, row_starts, lengths, seats, drawing = (part.long() for part in parts)
+        attention = self._attention(
+            self._slots(owners, positions, owners == self._nobody), seats, parts[3], parts[4],
+            max_query_len=max_query_len, max_seq_len=max_seq_len,
+        )  # fmt: skip
+        last = (row_starts[drawing + 1] - 1).clamp(min=0)  # a graph is captured before any row is there
+        return Inputs(self._tokens(owners, known), positions, attention, seats[drawing], lengths[drawing], last)
 
     # What these are made of.
 
@@ -189,12 +168,12 @@ class DeviceBatch:
         """Token ids, those from the last draw where the host does not know them yet."""
         return torch.where(known == UNKNOWN_TOKEN, self._last_tokens[seats], known)
 
-    def _slots(self, seats: torch.Tensor, positions: torch.Tensor, nobody: torch.Tensor | None = None) -> torch.Tensor:
+    def _slots(self, seats: torch.Tensor, positions: torch.Tensor, nobody: torch.Tensor) -> torch.Tensor:
         """Where each token's KV goes; -1 for padding."""
         size = self._block_size
         blocks = self._tables.view(-1)[seats * self._width + positions // size]
         slots = blocks.long() * size + positions % size
-        return slots if nobody is None else torch.where(nobody, -1, slots)
+        return torch.where(nobody, -1, slots)
 
     def _attention(
         self,
@@ -259,6 +238,20 @@ class _Ragged:
             drawing=[index for index, row in enumerate(rows) if row[3]],
         )
 
+    def parts(self, *, tokens: int, rows: int, nobody: int) -> list[np.ndarray]:
+        """What is sent, padded: of tokens owner, position and id; of rows starts, lengths, seats; which rows draw."""
+        more, empty = tokens - self.num_tokens, rows - len(self.seats)
+        drawing = np.array(self.drawing, dtype=np.int64)
+        return [
+            _extended(np.repeat(self.seats, self.counts), more, nobody), _extended(self.positions, more),
+            _extended(self.tokens, more), _extended(self.row_starts, empty, self.num_tokens),
+            _extended(self.lengths, empty), _extended(self.seats, empty, nobody),
+            _extended(drawing, rows - len(drawing)),
+        ]  # fmt: skip
+
+    def drawn(self, changes: SeatChanges) -> Drawing:
+        return Drawing(self.drawing, [changes.seats[index] for index in self.drawing])
+
 
 def _extended(array: np.ndarray, count: int, value: int = 0) -> np.ndarray:
-    return np.concatenate((array, np.full(count, value, dtype=array.dtype)))
+    return np.concatenate((array, np.full(count, value, dtype=array.dtype))) if count else array
