@@ -103,8 +103,7 @@ def main(options: Annotated[StepOptions, tyro.conf.arg(name="")]) -> int:
     )  # fmt: skip
     try:
         engine = llm.engine
-        vocab_size = engine.executor._model.config.vocab_size  # type: ignore[attr-defined]
-        _fill(engine, options, vocab_size)
+        _fill(engine, options)
         seconds = _time(engine, options.steps)
         host, device = _record(engine, options.steps)
     finally:
@@ -118,11 +117,12 @@ def main(options: Annotated[StepOptions, tyro.conf.arg(name="")]) -> int:
     return 0
 
 
-def _fill(engine: Engine, options: StepOptions, vocab_size: int) -> None:
+def _fill(engine: Engine, options: StepOptions) -> None:
     """Add the batch and run until all of it decodes and nothing is new to any library."""
     params = SamplingParams(max_tokens=3 * options.steps + 10, ignore_eos=True, temperature=1.0, detokenize=False)
     requests: list[Request] = []
-    for index, prompt in enumerate(random_prompts([(options.context, 1)] * options.batch, vocab_size)):
+    prompts = random_prompts([(options.context, 1)] * options.batch, engine.config.vocab_size)
+    for index, prompt in enumerate(prompts):
         requests += engine.add_request(str(index), prompt, params)
     while any(request.num_output_tokens < 3 for request in requests):
         engine.step()
