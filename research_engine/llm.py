@@ -119,7 +119,7 @@ def build_engine(
         OptionError, LoadError, ValueError: an option, the model or the scheduler's name or parameters.
     """
     import schedulers
-    from research_engine.executors.decode_graphs import ladder, token_ladder
+    from research_engine.executors.step_graphs import ladder, token_ladder
     from research_engine.executors.torch_executor import TorchExecutor
 
     scheduler = schedulers.create(options.scheduler, **options.scheduler_params)

@@ -12,7 +12,7 @@ A step is one forward over the tokens of all rows, back to back without padding:
 
 What stays the same from step to step stays on the device (device_batch.py): a step is one copy there, a forward, a
 draw, and one copy back. A token that the step before draws never makes the round trip. On a GPU a step of decoding
-rows alone is a CUDA graph, one for each size of a ladder (decode_graphs.py), and so are steps with prompts of so few
+rows alone is a CUDA graph, one for each size of a ladder (step_graphs.py), and so are steps with prompts of so few
 tokens that launching them takes longer than computing them; padding rows and tokens read and write nothing.
 """
 
@@ -26,13 +26,13 @@ import torch
 from research_engine import kernels
 from research_engine.engine.config import EngineConfig
 from research_engine.engine.contract import Batch, Pending, ScheduledRequest, StepResult, TokenLogprobs
-from research_engine.executors.decode_graphs import StepGraphs
 from research_engine.executors.device_batch import DeviceBatch, Drawing
 from research_engine.executors.kv_scales import kv_scales
 from research_engine.executors.logprobs import prompt_logprobs
 from research_engine.executors.sampler import Draw, Draws, Sampler
 from research_engine.executors.seats import SeatChanges
 from research_engine.executors.staging import Arrival
+from research_engine.executors.step_graphs import StepGraphs
 from research_engine.models.attention_metadata import AttentionMetadata
 from research_engine.models.config import ModelConfig
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from research_engine.engine.config import EngineConfig
-from research_engine.executors.decode_graphs import StepGraphs, ladder, token_ladder
+from research_engine.executors.step_graphs import StepGraphs, ladder, token_ladder
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 64, 100, 256, 1000, 1024])
