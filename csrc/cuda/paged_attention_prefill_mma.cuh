@@ -119,6 +119,7 @@ template <typename C, int kD> class RowTile {
   __device__ __forceinline__ void run() {
     begin_rows();
     load_queries();
+    commit_copies();
     if (tile_.steps > 0) {
       const int start = tile_.start;
       fetch_block(start);
@@ -131,7 +132,7 @@ template <typename C, int kD> class RowTile {
       }
       for (int key = start; key < control_.end; key += kKeys) step(key);
     }
-    wait_copies<0>();  // of the queries, if there were no keys
+    wait_copies<0>();  // without keys nothing has waited for the queries yet, in whose place the output is laid
     __syncthreads();
     end_rows();
   }
