@@ -148,6 +148,7 @@ def build_engine(
             cache_dtype=choose_kv_cache_dtype(options.kv_cache_dtype, model.dtype),
             graph_sizes=[] if eager else ladder(config.max_num_seqs),
             token_sizes=[] if eager else token_ladder(config, loaded.config.num_parameters),
+            memory_plan=plan,
         )
         executor.capture(lambda done, count: LOG.info("CUDA graphs: %d of %d captured", done, count))
     except RuntimeError as error:  # what torch raises when memory is short, on a CPU and on a GPU

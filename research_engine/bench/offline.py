@@ -133,7 +133,7 @@ def throughput(options: Annotated[ThroughputOptions, tyro.conf.arg(name="")]) ->
         )
         name = f"{options.num_prompts} of {options.lengths.name}"
     console = Console()
-    results = _measure(options, {name: lengths}, 1, console)
+    results = measure(options, {name: lengths}, {}, console)
     table = Table(title=f"{options.model}: {name}", title_justify="left")
     for title in ("engine", "seconds", "requests/s", "output tok/s", "all tok/s", "start-up s"):
         table.add_column(title, justify="left" if title == "engine" else "right")
@@ -151,28 +151,34 @@ def throughput(options: Annotated[ThroughputOptions, tyro.conf.arg(name="")]) ->
 
 def latency(options: Annotated[LatencyOptions, tyro.conf.arg(name="")]) -> int:
     """Measure time per output token at fixed batches and time to the first token; exit code 0."""
-    works: dict[str, list[Length]] = {}
-    for batch in options.batches:
-        works[f"{batch}: one token"] = [(options.input_len, 1)] * batch
-        works[f"{batch}: all tokens"] = [(options.input_len, options.output_len + 1)] * batch
-    for prompt in options.prompts:
-        works[f"prompt of {prompt}"] = [(prompt, 1)]
+    works = latency_works(options)
     console = Console()
-    results = _measure(options, works, options.repeats, console)
+    results = measure(options, works, dict.fromkeys(works, options.repeats), console)
     table = Table(title=f"{options.model}, milliseconds", title_justify="left")
     table.add_column("what")
     for result in results:
         table.add_column(result.engine, justify="right")
     if len(results) == 2:
         table.add_column("ours / theirs", justify="right")
-    for what, times in _latencies(options, results):
+    for what, times in latencies(options, results):
         ratio = [f"{times[0] / times[1]:.3f}"] if len(times) == 2 else []
         table.add_row(what, *(f"{1000 * seconds:.3f}" for seconds in times), *ratio)
     console.print(table)
     return 0
 
 
-def _latencies(options: LatencyOptions, results: Sequence[JobResult]) -> list[tuple[str, list[float]]]:
+def latency_works(options: LatencyOptions) -> dict[str, list[Length]]:
+    """The calls that `latencies` takes its differences of."""
+    works: dict[str, list[Length]] = {}
+    for batch in options.batches:
+        works[f"{batch}: one token"] = [(options.input_len, 1)] * batch
+        works[f"{batch}: all tokens"] = [(options.input_len, options.output_len + 1)] * batch
+    for prompt in options.prompts:
+        works[f"prompt of {prompt}"] = [(prompt, 1)]
+    return works
+
+
+def latencies(options: LatencyOptions, results: Sequence[JobResult]) -> list[tuple[str, list[float]]]:
     """(what, seconds of each engine)."""
     rows = []
     for batch in options.batches:
@@ -185,10 +191,15 @@ def _latencies(options: LatencyOptions, results: Sequence[JobResult]) -> list[tu
     return rows
 
 
-def _measure(
-    options: EngineChoice, works: Mapping[str, list[Length]], repeats: int, console: Console
+def measure(
+    options: EngineChoice, works: Mapping[str, list[Length]], repeats: Mapping[str, int], console: Console
 ) -> list[JobResult]:
-    """This engine's result, and the other's."""
+    """This engine's result, and the other's.
+
+    Args:
+        works: name -> lengths of one call.
+        repeats: name -> calls, one where it is not named.
+    """
     from research_engine import loading
     from research_engine.bench.offline_engine import run_job
 
@@ -211,7 +222,7 @@ def _measure(
     together = max(map(len, works.values()))
     warmup = [(min(64, longest), min(16, options.max_model_len - min(64, longest)))] * min(64, together)
     own = Job(
-        options.model, {**shared, "scheduler": options.scheduler}, config.vocab_size, warmup, dict(works), repeats
+        options.model, {**shared, "scheduler": options.scheduler}, config.vocab_size, warmup, dict(works), dict(repeats)
     )
     results = [run_job(own, on_work=lambda name: console.print(f"research_engine: {name}", highlight=False))]
     if options.compare == "vllm":
