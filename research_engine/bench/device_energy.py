@@ -1,4 +1,4 @@
-"""Joules a GPU has used, by the driver's own counter. Stands alone: another engine's interpreter runs this file, too."""
+"""Joules a GPU has used, by the driver's own counter. Stands alone: another engine's interpreter runs it."""
 
 from __future__ import annotations
 
