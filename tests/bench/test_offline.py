@@ -131,7 +131,8 @@ def test_one_start_measures_piles_and_batches_beside_the_other_engine(lengths, t
     arguments = ["bench", "engine", "dummy:tiny", "--lengths", str(lengths), "--num-prompts", "3", "--max-prompt",
                  "100", "--max-total", "200", "--pile", "2", "8", "3", "--batches", "2", "--input-len", "8",
                  "--output-len", "4", "--prompts", "16", "--repeats", "2", "--max-num-seqs", "8",
-                 "--max-model-len", "64", "--compare", "vllm", "--vllm-python", sys.executable, "--save", str(saved)]  # fmt: skip
+                 "--max-model-len", "64", "--compare", "vllm", "--vllm-python", sys.executable,
+                 "--save", str(saved)]  # fmt: skip
     assert cli.main(arguments) == 0
     out = capsys.readouterr().out
     for row in ("per output token, batch 2", "to the first token, 16 in", "requests/s, 3 of lengths.csv",
