@@ -39,6 +39,7 @@ class EngineChoice:
         gpu_memory_utilization: share of the GPU's memory.
         scheduler: of this engine.
         enforce_eager: no CUDA graphs.
+        batch_invariant: of this engine, whose bits of a request then do not depend on the batch around it.
         compare: vllm runs the same job with vLLM, in a process of its own, after this engine.
         vllm_python: an interpreter that has vLLM; this one when left out.
         save: a JSON file for job and results.
@@ -52,6 +53,7 @@ class EngineChoice:
     gpu_memory_utilization: float = 0.9
     scheduler: str = "chunked_prefill"
     enforce_eager: bool = False
+    batch_invariant: bool = False
     compare: Literal["vllm"] | None = None
     vllm_python: str | None = None
     save: Path | None = None
@@ -221,9 +223,8 @@ def measure(
         shared["max_num_batched_tokens"] = options.max_num_batched_tokens
     together = max(map(len, works.values()))
     warmup = [(min(64, longest), min(16, options.max_model_len - min(64, longest)))] * min(64, together)
-    own = Job(
-        options.model, {**shared, "scheduler": options.scheduler}, config.vocab_size, warmup, dict(works), dict(repeats)
-    )
+    ours = {**shared, "scheduler": options.scheduler, "batch_invariant": options.batch_invariant}
+    own = Job(options.model, ours, config.vocab_size, warmup, dict(works), dict(repeats))
     results = [run_job(own, on_work=lambda name: console.print(f"research_engine: {name}", highlight=False))]
     if options.compare == "vllm":
         results.append(_run_vllm(options, config, own, shared))
