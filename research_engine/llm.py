@@ -129,7 +129,10 @@ def build_engine(
         budget = _token_budget(options, loaded.model.device)
         return build_embedding_engine(options, loaded, scheduler, token_budget=budget, clock=clock, records=records)
     model, tokenizer = loaded.model, loaded.tokenizer
-    plan = _measure_memory(options, loaded)
+    eager = options.enforce_eager or model.device.type != "cuda"
+    budget = _token_budget(options, model.device)
+    token_sizes = [] if eager else token_ladder(budget, loaded.config.num_parameters)
+    plan = _measure_memory(options, loaded, token_sizes)
     room = None if plan is None else plan.room
     config = engine_config(options, loaded.config, model.device, model.dtype, tokenizer, room=room)
     LOG.info(
@@ -140,14 +143,13 @@ def build_engine(
         raise OptionError(
             "the scheduler's preemption = 'swap' needs host blocks: set swap_space (GiB) or num_host_blocks"
         )
-    eager = options.enforce_eager or model.device.type != "cuda"
     try:
         executor = TorchExecutor(
             model,
             config,
             cache_dtype=choose_kv_cache_dtype(options.kv_cache_dtype, model.dtype),
             graph_sizes=[] if eager else ladder(config.max_num_seqs),
-            token_sizes=[] if eager else token_ladder(config, loaded.config.num_parameters),
+            token_sizes=token_sizes,
             memory_plan=plan,
         )
         executor.capture(lambda done, count: LOG.info("CUDA graphs: %d of %d captured", done, count))
@@ -226,8 +228,11 @@ def _token_budget(options: EngineOptions, device: torch.device) -> int:
     return options.max_num_batched_tokens or (2048 if device.type == "cpu" else 8192)
 
 
-def _measure_memory(options: EngineOptions, loaded: LoadedModel) -> MemoryPlan | None:
+def _measure_memory(options: EngineOptions, loaded: LoadedModel, token_sizes: Sequence[int]) -> MemoryPlan | None:
     """Where a GPU's memory goes, when the options leave the KV cache what the rest does not need.
+
+    Args:
+        token_sizes: steps with prompts that will be CUDA graphs, by their tokens.
 
     Raises:
         OptionError: it holds no request of max_model_len; with the numbers and what to try.
@@ -249,6 +254,7 @@ def _measure_memory(options: EngineOptions, loaded: LoadedModel) -> MemoryPlan |
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=_token_budget(options, model.device),
         graphs=not options.enforce_eager,
+        token_graphs=max(token_sizes, default=0),
     )
     for name, size in plan.parts().items():
         LOG.info("memory: %s %.2f GiB", name, size / GIB)
