@@ -25,7 +25,7 @@ def measured_plan(
 
     Args:
         graphs: decode steps will be CUDA graphs, whose pool holds what the largest of them takes.
-        token_graphs: tokens of the largest step with prompts that will be a graph; such graphs have a pool of their own.
+        token_graphs: tokens of the largest step with prompts that will be a graph; those have a pool of their own.
         others: as in MemoryPlan and EngineConfig.
     """
     device = model.device
