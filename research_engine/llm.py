@@ -140,7 +140,7 @@ def build_engine(
         raise OptionError(
             "the scheduler's preemption = 'swap' needs host blocks: set swap_space (GiB) or num_host_blocks"
         )
-    eager = options.enforce_eager or model.device.type != "cuda"
+    eager = _is_eager(options, model)
     try:
         executor = TorchExecutor(
             model,
@@ -221,6 +221,11 @@ def engine_config(
     )
 
 
+def _is_eager(options: EngineOptions, model: Decoder | TransformersDecoder) -> bool:
+    """Whether steps are launched kernel by kernel: where there are no CUDA graphs, or they are unwanted."""
+    return options.enforce_eager or model.device.type != "cuda" or not model.capturable
+
+
 def _token_budget(options: EngineOptions, device: torch.device) -> int:
     return options.max_num_batched_tokens or (2048 if device.type == "cpu" else 8192)
 
@@ -247,7 +252,7 @@ def _measure_memory(options: EngineOptions, loaded: LoadedModel) -> MemoryPlan |
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=_token_budget(options, model.device),
-        graphs=not options.enforce_eager,
+        graphs=not _is_eager(options, model),
     )
     for name, size in plan.parts().items():
         LOG.info("memory: %s %.2f GiB", name, size / GIB)
