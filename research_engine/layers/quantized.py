@@ -103,6 +103,8 @@ class QuantizedProduct:
                 runs.append([part])
         self._weights = [(_packed(run), run[0].order) for run in runs]
         self._workspace = _shared_workspace([weight for weight, _ in self._weights])
+        if self._workspace is not None:  # from here on the weights are constants, which may be read early
+            torch.cuda.current_stream(self._workspace.device).synchronize()
 
     @property
     def num_bytes(self) -> int:
@@ -118,7 +120,7 @@ class QuantizedProduct:
         if order is not None:
             x = x[:, order]
         if x.shape[0] <= _PACKED_ROWS.get((x.device.type, x.dtype), _PACKED_ROWS_GPU):
-            return kernels.quantized_matmul(x, weight, workspace=self._workspace)
+            return kernels.quantized_matmul(x, weight, workspace=self._workspace, overlap=True)
         columns = max(1, _PIECE_BYTES // (weight.in_features * x.element_size()) // 128) * 128
         if columns >= weight.out_features:
             return F.linear(x, kernels.dequantize_weight(weight, x.dtype))
