@@ -159,7 +159,7 @@ __device__ inline int run_of(const MatmulParams& p, int unit) {
 template <QuantizedKind kind, int kTokens>
 struct UnitCopies {
   static constexpr int kDepth = unit_depth(kind), kRowVectors = kDepth / 8, kRowBytes = 2 * kDepth + 64;
-  static constexpr int kRowsAtOnce = kMatmulThreads / kRowVectors;
+  static constexpr int kRowsAtOnce = kMatmulThreads / kRowVectors, kLoads = kRowsAtOnce < kTokens ? kTokens / kRowsAtOnce : 1;
 
   const MatmulParams& p;
   const uint4* weight;  // the next unit's, of this thread
@@ -188,7 +188,7 @@ struct UnitCopies {
     if (left > 0) {
       const uint32_t target = ring + stage * p.stage_bytes;
       copy_constants(target);
-      for_each_x([&](int offset, const char* source, bool present) { copy_async_16(target + offset, source, present); });
+      for_each_x([&](int, int offset, const char* source, bool present) { copy_async_16(target + offset, source, present); });
       advance();
     }
     commit_copies();  // also without copies, so that the groups count the units
@@ -207,15 +207,23 @@ struct UnitCopies {
     }
   }
 
-  // The x of the first units, not under way when this returns; a barrier makes it the block's.
+  // The x of the first units, in place when this returns; a barrier makes it the block's. All of it is under way together.
   __device__ void load_first_x(char* shared) {
-#pragma unroll 1
-    for (int s = 0; s < p.stages - 1 && left > 0; ++s) {
-      char* target = shared + stage * p.stage_bytes;
-      for_each_x([&](int offset, const char* source, bool present) {
-        const uint4 zeros = {0, 0, 0, 0};
-        *reinterpret_cast<uint4*>(target + offset) = present ? __ldcg(reinterpret_cast<const uint4*>(source)) : zeros;
+    uint4 loaded[kMostStages - 1][kLoads];
+    UnitCopies ahead = *this;
+#pragma unroll
+    for (int s = 0; s < kMostStages - 1; ++s) {
+      if (s >= p.stages - 1 || ahead.left <= 0) break;
+      ahead.for_each_x([&](int i, int, const char* source, bool present) {
+        loaded[s][i] = present ? __ldcg(reinterpret_cast<const uint4*>(source)) : make_uint4(0, 0, 0, 0);
       });
+      ahead.advance();
+    }
+#pragma unroll
+    for (int s = 0; s < kMostStages - 1; ++s) {
+      if (s >= p.stages - 1 || left <= 0) break;
+      char* target = shared + stage * p.stage_bytes;
+      for_each_x([&](int i, int offset, const char*, bool) { *reinterpret_cast<uint4*>(target + offset) = loaded[s][i]; });
       advance();
     }
   }
@@ -239,14 +247,14 @@ struct UnitCopies {
     }
   }
 
-  // Calls take(offset in a stage, address, whether there is anything) for this thread's vectors of x: zeros belong where there
-  // is no row, and past the depth.
+  // Calls take(number, offset in a stage, address, whether there is anything) for this thread's vectors of x: zeros belong
+  // where there is no row, and past the depth.
   template <typename Take> __device__ void for_each_x(Take take) {
     const int present = k < p.depth ? rows : 0;
 #pragma unroll
     for (int r = 0; r < kTokens; r += kRowsAtOnce) {
       if (kRowsAtOnce > kTokens && threadIdx.x >= kTokens * kRowVectors) break;
-      take(own_x + r * kRowBytes, r < present ? x + 2 * r * p.x_stride : p.x, r < present);
+      take(r / kRowsAtOnce, own_x + r * kRowBytes, r < present ? x + 2 * r * p.x_stride : p.x, r < present);
     }
   }
 
