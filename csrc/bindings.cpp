@@ -309,8 +309,9 @@ QuantizedWeight quantized_weight(py::handle weight, py::handle scales, py::handl
 }
 
 void quantized_matmul(py::handle x, py::handle weight, py::handle scales, py::handle zeros, py::handle offsets, py::handle out,
-                      py::handle workspace, int kind, int64_t group_size, uintptr_t stream_address) {
-  const QuantizedMatmul args{view(x), view(out), quantized_weight(weight, scales, zeros, offsets, kind, group_size), view(workspace)};
+                      py::handle workspace, int kind, int64_t group_size, bool overlap, uintptr_t stream_address) {
+  const QuantizedMatmul args{view(x), view(out), quantized_weight(weight, scales, zeros, offsets, kind, group_size), view(workspace),
+                             overlap};
   const QuantizedWeight& w = args.weight;
   require_one_device({{"x", args.x}, {"weight", w.weight}, {"scales", w.scales}, {"zeros", w.zeros}, {"offsets", w.offsets},
                       {"out", args.out}, {"workspace", args.workspace}});

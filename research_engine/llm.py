@@ -129,7 +129,7 @@ def build_engine(
         budget = _token_budget(options, loaded.model.device)
         return build_embedding_engine(options, loaded, scheduler, token_budget=budget, clock=clock, records=records)
     model, tokenizer = loaded.model, loaded.tokenizer
-    eager = options.enforce_eager or model.device.type != "cuda"
+    eager = _is_eager(options, model)
     budget = _token_budget(options, model.device)
     token_sizes = [] if eager else token_ladder(budget, loaded.config.num_parameters)
     plan = _measure_memory(options, loaded, token_sizes)
@@ -224,6 +224,11 @@ def engine_config(
     )
 
 
+def _is_eager(options: EngineOptions, model: Decoder | TransformersDecoder) -> bool:
+    """Whether steps are launched kernel by kernel: where there are no CUDA graphs, or they are unwanted."""
+    return options.enforce_eager or model.device.type != "cuda" or not model.capturable
+
+
 def _token_budget(options: EngineOptions, device: torch.device) -> int:
     return options.max_num_batched_tokens or (2048 if device.type == "cpu" else 8192)
 
@@ -253,7 +258,7 @@ def _measure_memory(options: EngineOptions, loaded: LoadedModel, token_sizes: Se
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=_token_budget(options, model.device),
-        graphs=not options.enforce_eager,
+        graphs=not _is_eager(options, model),
         token_graphs=max(token_sizes, default=0),
     )
     for name, size in plan.parts().items():

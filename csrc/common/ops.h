@@ -71,6 +71,7 @@ struct QuantizedMatmul {
   TensorView out;  // [T, N], rows strided
   QuantizedWeight weight;
   TensorView workspace;  // CUDA: float32, zero before the first use; see quantized_matmul_workspace
+  bool overlap = false;  // CUDA: may begin before kernels ahead of it end; none of them may write the weight
 };
 
 // S rows, V tokens of the vocabulary. Optional tensors may be none.

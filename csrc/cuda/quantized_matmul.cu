@@ -134,9 +134,9 @@ void quantized_matmul(const QuantizedMatmul& args, Stream stream) {
     p.out = args.out.ptr<char>() + 2 * row * p.out_stride;
     p.tokens = static_cast<int>(std::min(step, tokens - row));
     switch (w.kind) {
-      case QuantizedKind::int4: launch_quantized_matmul<QuantizedKind::int4>(p, args.x.dtype, stream); break;
-      case QuantizedKind::int8: launch_quantized_matmul<QuantizedKind::int8>(p, args.x.dtype, stream); break;
-      case QuantizedKind::float8: launch_quantized_matmul<QuantizedKind::float8>(p, args.x.dtype, stream); break;
+      case QuantizedKind::int4: launch_quantized_matmul<QuantizedKind::int4>(p, args.x.dtype, args.overlap, stream); break;
+      case QuantizedKind::int8: launch_quantized_matmul<QuantizedKind::int8>(p, args.x.dtype, args.overlap, stream); break;
+      case QuantizedKind::float8: launch_quantized_matmul<QuantizedKind::float8>(p, args.x.dtype, args.overlap, stream); break;
     }
   }
 }

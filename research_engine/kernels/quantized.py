@@ -218,6 +218,7 @@ def quantized_matmul(
     *,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    overlap: bool = False,
 ) -> torch.Tensor:
     """`x W^T` for few rows of x, bound by reading the packed weight. Sums are float32; scales are applied to them.
 
@@ -230,6 +231,8 @@ def quantized_matmul(
         out: `[T, N]`, rows contiguous at any stride, of x's dtype; made when None.
         workspace: CUDA only: float32, contiguous, for partial sums, of `quantized_matmul_workspace(...)` elements, zero
             before its first use and then left to these calls, one stream's at a time. Made and kept when None.
+        overlap: CUDA (sm_90 on): the kernel may begin to read the weight before kernels ahead of it in the stream have
+            ended, which hides the launch. Only for a weight that none of them writes: a constant. Results are the same.
 
     Returns:
         `out`.
@@ -242,7 +245,9 @@ def quantized_matmul(
         refuse("x", x, f"[T, K] = [T, {weight.in_features}] is needed, as the weight was packed")
     if out is None:
         out = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype, device=x.device)
-    arguments = (x, weight.weight, weight.scales, weight.zeros, weight.offsets, out, workspace, weight.kind)
+    arguments = (
+        x, weight.weight, weight.scales, weight.zeros, weight.offsets, out, workspace, weight.kind, overlap,
+    )  # fmt: skip
     if traced(x):
         torch.ops.research_engine.quantized_matmul(*arguments)
     else:
@@ -346,6 +351,7 @@ def _check_quantized_matmul(
     out: torch.Tensor,
     workspace: torch.Tensor | None,
     kind: str,
+    overlap: bool,
 ) -> None:
     dtype = check_dtype("x", x)
     if x.dim() != 2 or x.shape[1] == 0:
@@ -389,14 +395,15 @@ def _quantized_matmul(
     out: torch.Tensor,
     workspace: torch.Tensor | None,
     kind: str,
+    overlap: bool,
 ) -> None:
-    _check_quantized_matmul(x, weight, scales, zeros, offsets, out, workspace, kind)
+    _check_quantized_matmul(x, weight, scales, zeros, offsets, out, workspace, kind, overlap)
     stream, number = stream_of(x), KINDS[kind].number
     if workspace is None and not x.is_cpu:
         size = _C.quantized_matmul_workspace(number, x.shape[0], scales.shape[1], x.shape[1], x.get_device())
         workspace = _own_workspace(size, x.device, stream)
     group_size = x.shape[1] // scales.shape[0]
-    _C.quantized_matmul(x, weight, scales, zeros, offsets, out, workspace, number, group_size, stream)
+    _C.quantized_matmul(x, weight, scales, zeros, offsets, out, workspace, number, group_size, overlap, stream)
 
 
 def _check_dequantize_weight(
@@ -433,7 +440,7 @@ _quantized_matmul_op = torch.library.custom_op(
     mutates_args=("out", "workspace"),
     schema=(
         "(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, Tensor? offsets, Tensor(a!) out, "
-        "Tensor(b!)? workspace, str kind) -> ()"
+        "Tensor(b!)? workspace, str kind, bool overlap) -> ()"
     ),
 )
 _quantized_matmul_op.register_fake(_check_quantized_matmul)

@@ -102,6 +102,9 @@ class QuantizedProduct:
             else:
                 runs.append([part])
         self._weights = [(_packed(run), run[0].order) for run in runs]
+        self._workspace = _shared_workspace([weight for weight, _ in self._weights])
+        if self._workspace is not None:  # from here on the weights are constants, which may be read early
+            torch.cuda.current_stream(self._workspace.device).synchronize()
 
     @property
     def num_bytes(self) -> int:
@@ -117,7 +120,7 @@ class QuantizedProduct:
         if order is not None:
             x = x[:, order]
         if x.shape[0] <= _PACKED_ROWS.get((x.device.type, x.dtype), _PACKED_ROWS_GPU):
-            return kernels.quantized_matmul(x, weight)
+            return kernels.quantized_matmul(x, weight, workspace=self._workspace, overlap=True)
         columns = max(1, _PIECE_BYTES // (weight.in_features * x.element_size()) // 128) * 128
         if columns >= weight.out_features:
             return F.linear(x, kernels.dequantize_weight(weight, x.dtype))
@@ -127,6 +130,25 @@ class QuantizedProduct:
             piece = kernels.dequantize_weight(columns_of(weight, first, last), x.dtype)
             out[:, first:last] = F.linear(x, piece)
         return out
+
+
+_workspaces: dict[torch.device, torch.Tensor] = {}
+
+
+def _shared_workspace(weights: Sequence[kernels.QuantizedWeight]) -> torch.Tensor | None:
+    """The memory that the packed products of a device share, None on a CPU: they follow each other in one stream.
+
+    It stays where it is, as graphs need it to, and is zeroed once: made in a graph, each replay would zero megabytes
+    for every layer. When a larger one is made, products that have the smaller one keep it.
+    """
+    device = weights[0].weight.device
+    size = max(kernels.quantized_matmul_workspace(weight, _PACKED_ROWS_GPU) for weight in weights)
+    if size == 0:
+        return None
+    kept = _workspaces.get(device)
+    if kept is None or kept.numel() < size:
+        kept = _workspaces[device] = torch.zeros(size, dtype=torch.float32, device=device)
+    return kept
 
 
 def _alike(a: QuantizedTensor, b: QuantizedTensor) -> bool:
