@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -97,6 +98,8 @@ class _Bench:
         from research_engine.llm import build_engine
 
         engine = build_engine(replace(self.options, scheduler=scheduler), self.loaded)
+        gc.collect()  # what this process has made so far is not looked through while it serves
+        gc.freeze()
         watch = CoreWatch()
         try:
             report = replay(
@@ -106,6 +109,7 @@ class _Bench:
             )
         finally:
             engine.executor.shutdown()
+            gc.unfreeze()
         return engine, report, watch.others()
 
 

@@ -42,7 +42,7 @@ def markdown(recording: Recording, profile: Profile, found: Sequence[RunComparis
     lines += ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 2) + "---|"]
     for item in found:
         cells = [item.run.scheduler, f"{item.run.load:.0%}", *(_percent(item.error(name)) for name in _SHOWN)]
-        cells += [f"{item.forced.mape:.1%}", _percent(item.forced.total), verdict(item)]
+        cells += [f"{item.forced['mape']:.1%}", _percent(item.forced["total_bias"]), verdict(item)]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", *notes(recording, profile, found)]
     return lines
@@ -95,7 +95,11 @@ def to_csv(recording: Recording, found: Sequence[RunComparison]) -> str:
             values = item.real_metrics[metric], item.simulated_metrics[metric], item.error(metric)
             writer.writerow([*own, metric, *(f"{value:.6g}" for value in values), verdict(item)])
         forced = item.forced
-        for metric, value in (("step.mape", forced.mape), ("step.bias", forced.bias), ("step.total", forced.total)):
+        for metric, value in (
+            ("step.mape", forced["mape"]),
+            ("step.bias", forced["bias"]),
+            ("step.total", forced["total_bias"]),
+        ):
             writer.writerow([*own, metric, "", "", f"{value:.6g}", verdict(item)])
     return out.getvalue()
 
@@ -111,7 +115,7 @@ def to_latex(recording: Recording, found: Sequence[RunComparison]) -> str:
     ]
     rows = [
         [item.run.scheduler, f"{item.run.load:.0%}", *(_percent(item.error(name)) for name in _SHOWN),
-         f"{item.forced.mape:.1%}"]
+         f"{item.forced['mape']:.1%}"]
         for item in found
     ]  # fmt: skip
     caption = f"{recording.model} on {recording.machine.get('gpu', '')}: signed error of the simulation"

@@ -15,6 +15,7 @@ from research_engine.simulation.build import PROFILES, cost_model_of, profile_pa
 from research_engine.simulation.cost_model import CostModel, Work, single_prefill, work_of
 from research_engine.simulation.curve import Curve
 from research_engine.simulation.gpu_sheet import load_sheet
+from research_engine.simulation.host_cost import HostCost
 from research_engine.simulation.profiled import Profile, ProfiledCost, ProfileMismatch
 from tests.simulation.batches import batch_of, decodes
 
@@ -28,7 +29,7 @@ TABLE = AttentionTable(
 
 def profile(attention=FORMULA, **changes) -> Profile:
     fields = {"model": "m", "machine": {"gpu": "g", "driver": "1"}, "dense": Curve([(1, 2.0), (8, 4.0), (64, 20.0)]),
-              "head": Curve([(1, 1.0), (8, 3.0)]), "host": (0.25, 0.125), "block_move": (7.0, 5.0),
+              "head": Curve([(1, 1.0), (8, 3.0)]), "host": HostCost(schedule=(0.25, 0.125)), "block_move": (7.0, 5.0),
               "block_copy": (0.125, 0.5), "held_out": {"steps": 9, "mape": 0.02, "bias": -0.01},
               "parts": {"dense": {"mape": 0.5}}, "origin": "made up"}  # fmt: skip
     return Profile(**{**fields, "attention": attention, **changes})
@@ -111,9 +112,9 @@ def test_a_profile_of_something_else_is_refused_with_every_difference():
 
 def test_a_file_of_another_format_is_refused(tmp_path):
     (tmp_path / "p.json").write_text('{"format": 99}')
-    with pytest.raises(ValueError, match="format 99, this version reads 2"):
+    with pytest.raises(ValueError, match="format 99, this version reads 3"):
         Profile.load(tmp_path / "p.json")
-    (tmp_path / "p.json").write_text('{"format": 2, "model": "m"}')
+    (tmp_path / "p.json").write_text('{"format": 3, "model": "m"}')
     with pytest.raises(ValueError, match="lacks 'machine'"):
         Profile.load(tmp_path / "p.json")
 
@@ -128,8 +129,11 @@ def test_what_is_no_profile_is_refused_with_its_name(content, tmp_path):
 WRONG = [None, "x", 7, -1.0, float("nan"), [], {}, [[1, -2.0]], [[1]], {"kind": "formula"}, [1, None]]
 
 
-@pytest.mark.parametrize("name", ["model", "machine", "dense", "head", "attention", "host", "block_move", "block_copy",
-                                  "held_out", "parts", "origin"])  # fmt: skip
+FIELDS = ("model", "machine", "dense", "head", "attention", "host", "ladders", "decode_graph", "token_graph",
+          "block_move", "block_copy", "held_out", "parts", "origin")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.parametrize("wrong", WRONG, ids=repr)
 def test_a_corrupt_field_is_refused_or_means_what_it_says(name, wrong, tmp_path):
     path = tmp_path / "p.json"
@@ -138,7 +142,7 @@ def test_a_corrupt_field_is_refused_or_means_what_it_says(name, wrong, tmp_path)
     path.write_text(json.dumps({**data, name: wrong}))
     texts = isinstance(wrong, dict) and all(isinstance(value, str) for value in wrong.values())
     harmless = {"model": wrong == "x", "origin": wrong == "x", "machine": texts, "held_out": wrong == {},
-                "parts": wrong == {}}  # fmt: skip
+                "parts": wrong == {}, "decode_graph": wrong is None, "token_graph": wrong is None}  # fmt: skip
     if harmless.get(name):
         assert Profile.load(path).host == profile().host  # another text, or nothing recorded: no damage
         return

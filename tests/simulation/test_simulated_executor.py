@@ -18,6 +18,7 @@ from research_engine.engine.sampling_params import SamplingParams
 from research_engine.executors.simulated import SimulatedExecutor
 from research_engine.simulation.build import simulated_engine
 from research_engine.simulation.clock import VirtualClock
+from research_engine.simulation.cost_model import StepTime
 from research_engine.simulation.streamed_records import StreamedRecords
 
 ROOT = Path(__file__).parents[2]
@@ -104,10 +105,10 @@ class HostAndDevice:
         self.host = host
 
     def seconds(self, batch: Batch) -> float:
-        return 0.01 + self.host
+        return self.step_time(batch).total
 
-    def host_seconds(self, batch: Batch) -> float:
-        return self.host
+    def step_time(self, batch: Batch) -> StepTime:
+        return StepTime(self.host, 0.0, 0.01, 0.0)
 
 
 @pytest.mark.parametrize(("overlap", "host", "step"), [(False, 0.004, 0.014), (True, 0.004, 0.01), (True, 0.03, 0.029)])
