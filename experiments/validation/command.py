@@ -41,7 +41,8 @@ class ValidateOptions:
         force: take a profile of another model, GPU or version all the same.
         out: directory for the recording, the tables and the plots; runs/validate-TIMESTAMP when None.
         loads: shares of the measured capacity, three at least.
-        schedulers: policies by name, one of them or more; the first one measures the capacity.
+        schedulers: policies by name, one of them or more; the first one measures the capacity. Those of the default
+            decide otherwise even where nobody has to wait.
         requests: of every run.
         max_prompt: tokens of a prompt at most.
         max_output: tokens of an output at most.
@@ -61,7 +62,7 @@ class ValidateOptions:
     force: bool = False
     out: Path | None = None
     loads: tuple[float, ...] = (0.5, 0.8, 0.95)
-    schedulers: tuple[str, ...] = ("chunked_prefill", "fcfs", "sjf")
+    schedulers: tuple[str, ...] = ("chunked_prefill", "vllm_v0", "sjf")
     requests: int = 200
     max_prompt: int = 1024
     max_output: int = 1024

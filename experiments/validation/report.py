@@ -16,6 +16,7 @@ from experiments.analysis.plots import line_style
 from experiments.storage import write_text, write_with
 from experiments.validation.comparison import LATENCIES, POINTS, RankAgreement, RunComparison, rank_agreement
 from experiments.validation.recording import Recording
+from experiments.validation.step_plot import plot_steps
 from research_engine.simulation.profiled import Profile
 
 _SHOWN = ("throughput", *(f"{name}.{point}" for name in LATENCIES for point in ("p50", "p99")))
@@ -24,12 +25,13 @@ DISTURBED_ABOVE = 0.1
 
 
 def write_validation(recording: Recording, profile: Profile, found: Sequence[RunComparison], out: Path) -> list[str]:
-    """Write table.md, table.csv, table.tex, latency.png and latency.pdf; returns the table's lines for a terminal."""
+    """Write the table (.md, .csv, .tex) and two plots (.png, .pdf), latency and steps; returns the table's lines."""
     lines = markdown(recording, profile, found)
     write_text(out / "table.md", "\n".join(lines) + "\n")
     write_text(out / "table.csv", to_csv(recording, found))
     write_text(out / "table.tex", to_latex(recording, found))
     plot(recording, found, out / "latency")
+    plot_steps(recording, profile, out / "steps")
     return lines
 
 

@@ -82,7 +82,7 @@ def test_the_table_is_made_from_a_recording_alone(tmp_path, capsys):
     PROFILE.save(tmp_path / "r" / "profile.json")
     assert run_main(["sim_vs_real", f"recording={tmp_path / 'r'}", "--out", str(tmp_path / "out")]) == 0
     made = {path.name for path in (tmp_path / "out" / "r").iterdir()}
-    assert made == {"table.md", "table.csv", "table.tex", "latency.png", "latency.pdf"}
+    assert made == {"table.md", "table.csv", "table.tex", "latency.png", "latency.pdf", "steps.png", "steps.pdf"}
     assert "| fcfs | 50% | " in capsys.readouterr().out
 
 
