@@ -150,10 +150,11 @@ def _all(limits: Limits, ladders: Ladders, rng: random.Random) -> Iterator[Desig
             yield Design("dense", chunks=tuple((each + (row < longer), 0, False) for row in range(rows)))
     row_counts = sorted({*(power for power in _POWERS if power < most_rows), most_rows})
     for rows in row_counts:
-        rest = max(0, launched - 4 * rows)  # so many more tokens that all of these are launched
-        filler = ((max(2, rest), 0, False),) if rest and rows < most_rows else ()
+        each = 4 if rows < most_rows else max(4, -(-launched // rows))
+        rest = launched - each * rows  # so many more tokens that all of these are launched
+        filler = ((max(2, rest), 0, False),) if rest > 0 else ()
         for draws in (True, False):
-            yield Design("head", chunks=(*((4, 0, draws),) * rows, *filler))
+            yield Design("head", chunks=(*((each, 0, draws),) * rows, *filler))
     for rows in row_counts:
         for context in (*(64 * 4**k for k in range(8)), limits.max_model_len - 64):
             if rows * context <= 0.9 * slots:

@@ -26,7 +26,7 @@ from research_engine.simulation.fit import Sample
 REPEATS = 3  # steps of a design in one pass; their median counts
 WARM_BELOW = 0.25  # a design whose first step is shorter than this is measured after it, with everything in place
 MOVES = (1, 2, 4, 8, 16, 32, 64)
-_HOLD_MARGIN = 1e-3
+_HOLD_MARGIN, _MOST_HOLD = 1e-3, 0.1
 
 
 class _AsTold:
@@ -74,7 +74,7 @@ class _Timed:
             self.handover = 0.0
         elif self.handover > self._hold:
             self.device = math.nan
-        self._hold = 2 * self.handover + _HOLD_MARGIN
+        self._hold = min(_MOST_HOLD, 2 * self.handover + _HOLD_MARGIN)
         return result
 
     def shutdown(self) -> None:

@@ -109,6 +109,8 @@ def serve(
             engine.step()
             returned, num_steps = clock.now(), num_steps + 1
             for record in engine.records.steps[seen:]:
+                if not record.request_ids:
+                    continue
                 if num_steps > WARM_STEPS:
                     yield Served(
                         stretch, _sample(record, before, returned, watch, config, ladders, apart), _timed(record)

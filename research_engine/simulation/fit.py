@@ -182,8 +182,9 @@ def run_error(profile: Profile, steps: Sequence[TimedStep], *, overlap: bool) ->
 
 
 def device_error(profile: Profile, samples: Sequence[Sample]) -> dict[str, float]:
-    """How far a profile is from the device's times of measured steps; as `timeline.step_error`."""
+    """How far a profile is from the device's times of measured steps, where seen; as `timeline.step_error`."""
     cost = ProfiledCost(profile)
+    samples = [sample for sample in samples if not math.isnan(sample.device)]
     real = np.array([sample.device for sample in samples])
     return step_error(real, np.array([cost.time_of(sample.work).device for sample in samples]))
 
