@@ -109,6 +109,11 @@ class TorchExecutor:
             self._graphs.capture_all(lambda done, _: tell(done, count))
             self._token_graphs.capture_all(lambda done, _: tell(len(self._graphs.sizes) + done, count))
 
+    @property
+    def graph_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Rows of the graphs of decoding steps, and tokens of those of other steps; none off a GPU."""
+        return tuple(self._graphs.sizes), tuple(self._token_graphs.sizes)
+
     @torch.inference_mode()
     def execute(self, batch: Batch) -> Pending:
         """Launch a batch: move blocks, compute the rows, draw tokens. Changes no request.
