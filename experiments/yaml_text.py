@@ -23,18 +23,18 @@ def read_yaml(text: str) -> tuple[yaml.Node | None, Any]:
         if node is None:
             return None, None
         _count(node, {})
-        return node, loader.construct_document(node)  # type: ignore[no-untyped-call]
+        return node, loader.construct_document(node)
     except RecursionError:
         raise yaml.YAMLError("nested too deeply") from None
     except (ValueError, OverflowError) as error:  # a date of the 13th month, an integer of thousands of digits
         raise yaml.YAMLError(str(error)) from error
     finally:
-        loader.dispose()  # type: ignore[no-untyped-call]
+        loader.dispose()
 
 
 def value_of(node: yaml.Node) -> Any:
     """The plain value of one node of a text that was read."""
-    return yaml.SafeLoader("").construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+    return yaml.SafeLoader("").construct_object(node, deep=True)
 
 
 def _count(node: yaml.Node, known: dict[int, int | None]) -> int:

@@ -23,8 +23,7 @@ PLAIN = st.recursive(
 def laughs(levels: int) -> str:
     """Nine aliases of nine aliases of ..."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    for level in range(1, levels):
-        lines.append(f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]")
+    lines += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, levels)]
     return "\n".join(lines)
 
 
