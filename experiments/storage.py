@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-
 _UNFINISHED = ".unfinished-"  # before the name of a file that is being written
 
 
