@@ -11,11 +11,13 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
+from yaml import MarkedYAMLError
 
 from experiments.experiment import Experiment, is_level, label_of
 from experiments.kernel_settings import KernelSettings
 from experiments.settings import Settings, nearest_first
 from experiments.workloads import WorkloadSettings
+from experiments.yaml_text import read_yaml, value_of
 from research_engine.engine.config import OnFault
 from research_engine.engine.reservation import Reservation
 
@@ -169,11 +171,12 @@ class Origin:
 
 def _read(text: str, origin: Origin) -> dict[str, Any]:
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
-        raise ConfigError(f"{origin.file}{line}: no YAML: {error.problem or error.context}") from error
+        node, data = read_yaml(text)
+    except yaml.YAMLError as error:
+        line = (
+            f", line {error.problem_mark.line + 1}" if isinstance(error, MarkedYAMLError) and error.problem_mark else ""
+        )
+        raise ConfigError(f"{origin.file}{line}: no YAML: {_problem(error)}") from error
     if node is None or not isinstance(data, dict):
         raise ConfigError(f"{origin.file}: must be a mapping with {', '.join(Experiment.model_fields)}")
     for path, number in _keys(node, ()):
@@ -184,10 +187,16 @@ def _read(text: str, origin: Origin) -> dict[str, Any]:
     return data
 
 
+def _problem(error: yaml.YAMLError) -> str:
+    """What is wrong, without the place."""
+    told = (error.problem or error.context) if isinstance(error, MarkedYAMLError) else None
+    return told or str(error)
+
+
 def _keys(node: yaml.Node, path: KeyPath) -> Iterator[tuple[KeyPath, int]]:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            name = yaml.safe_load(yaml.serialize(key)) if isinstance(key, yaml.ScalarNode) else str(key)
+            name = value_of(key) if isinstance(key, yaml.ScalarNode) else str(key)
             yield (*path, name), key.start_mark.line + 1
             yield from _keys(value, (*path, name))
     elif isinstance(node, yaml.SequenceNode):
@@ -259,9 +268,9 @@ def _override(raw: dict[str, Any], word: str, origin: Origin) -> None:
     if not equals or not key:
         raise ConfigError(f"{word!r}: expected key=value, such as workload.arrivals.rate=2")
     try:
-        value = yaml.safe_load(text)
+        _, value = read_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{word!r}: the value is no YAML: {error}") from error
+        raise ConfigError(f"{word!r}: the value is no YAML: {_problem(error)}") from error
     factors = raw.get("factors") or {}
     head, _, rest = key.partition(".")
     if key in factors or (head == "factors" and rest):

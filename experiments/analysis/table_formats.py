@@ -118,7 +118,7 @@ def to_rich(table: Table, width: int) -> Any:
     grid = as_grid(table)
     pages = _pages(grid, width)
     shown = [RichTable(title_justify="left", caption_justify="left") for _ in pages]
-    shown[0].title, shown[-1].caption = table.title, " ".join(table.notes)
+    shown[0].title, shown[-1].caption = Text(table.title), Text(" ".join(table.notes))
     for page, columns in zip(shown, pages, strict=True):
         for column in columns:
             page.add_column(Text(grid[0][column][0]), justify="right" if column else "left", width=_wide(grid, column))

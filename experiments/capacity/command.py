@@ -17,6 +17,7 @@ from rich.table import Table
 from experiments.capacity.search import Capacity, Copies, find_capacity, find_copies
 from experiments.capacity.system import Layout, Load, RunLimits, System
 from experiments.config import TrialSettings
+from experiments.yaml_text import read_yaml
 from research_engine import metrics
 
 OF_REQUESTS = ("ttft", "tpot", "e2e")
@@ -138,7 +139,7 @@ def make_system(options: CapacityOptions) -> System:
     from research_engine.simulation.gpu_sheet import load_sheet
 
     try:
-        lengths = yaml.safe_load(options.lengths)
+        _, lengths = read_yaml(options.lengths)
     except yaml.YAMLError as error:
         raise ValueError(f"lengths = {options.lengths!r}: {error}") from error
     own = ("model", "gpu", "cost_model", "force_profile", "tensor_parallel_size", "scheduler", "max_num_seqs",

@@ -147,6 +147,14 @@ def test_the_plot_is_written_for_screen_and_paper(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latency.pdf", "latency.png"]
 
 
+def test_a_terminal_table_shows_brackets_as_they_are() -> None:
+    out = io.StringIO()
+    cells = [CellResults("[red]", {}, {(0, 0): summary(0, 0.01, 10.0, 0)}, 1)]
+    made = build_table("changed: scheduler=[fcfs,sjf]", cells, SHOWN, ["Policy: [bold]."])
+    Console(width=200, file=out).print(to_rich(made, 200))
+    assert all(text in out.getvalue() for text in ("scheduler=[fcfs,sjf]", "[red]", "[bold]"))
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_a_terminal_table_cuts_nothing_off(width: int) -> None:
     """Many cells: columns that do not fit stand in a further table below, with every cell's whole name."""
