@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
 import os
@@ -14,6 +15,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from research_engine.engine.errors import EngineError, IntegrityError, QueueFullError, RequestError
+from research_engine.engine.overdue import overdue_calls_end
 from research_engine.engine.request import Request
 from research_engine.server.live_records import LiveRecords
 from research_engine.server.wire import (
@@ -159,7 +161,8 @@ class EngineLoop:
         try:
             if self._embed is None:
                 raise ValueError("this model does not embed")
-            vectors = iter(self._embed([prompt for message in messages for prompt in message.prompts]))
+            prompts = [prompt for message in messages for prompt in message.prompts]
+            vectors = iter(self._embed(prompts, lambda ended: self._report([])))
         except Exception as error:
             if len(messages) > 1:
                 return False
@@ -266,6 +269,7 @@ def main(source: EngineSource, sock: socket.socket, log_level: int = logging.INF
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to both; the HTTP process decides when to end
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     logging.basicConfig(level=log_level, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the HTTP process asks so where a step hangs
     end, records, serving = EngineEnd(sock), LiveRecords(), False
     try:
         parts = source.build(records)
@@ -275,7 +279,8 @@ def main(source: EngineSource, sock: socket.socket, log_level: int = logging.INF
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a service manager sends it to all processes; see above
         end.send(_ready(parts))
         serving = True
-        EngineLoop(parts, records, end).run()
+        with overdue_calls_end(parts.engine):
+            EngineLoop(parts, records, end).run()
     except EOFError:
         sys.exit(0)
     except Exception as error:

@@ -47,6 +47,8 @@ class ServerOptions:
             cut.
         shutdown_timeout: seconds that running requests get when the server is told to end.
         restart_engine: how often an engine process that died is started again before the server ends, too.
+        step_timeout: seconds that a step may take, the policy's decision included, before the engine is taken for hung
+            and its process ended; 0 sets no limit.
         enable_prompt_tokens_details: usage says how many prompt tokens the prefix cache held.
         allowed_origins: origins whose pages may call the server from a browser.
         ssl_keyfile, ssl_certfile: serve HTTPS.
@@ -69,6 +71,7 @@ class ServerOptions:
     client_timeout: float = 300.0
     shutdown_timeout: float = 30.0
     restart_engine: int = 0
+    step_timeout: float = 300.0
     enable_prompt_tokens_details: bool = False
     allowed_origins: Sequence[str] = ()
     ssl_keyfile: str = ""
@@ -91,9 +94,9 @@ class ServerOptions:
         for name in ("max_body_mib", "max_header_kib", "client_timeout"):
             if not 0 < getattr(self, name) < math.inf:
                 raise OptionError(f"{name} = {getattr(self, name)!r}: must be finite and > 0")
-        for name in ("max_logprobs", "shutdown_timeout", "restart_engine"):
-            if not getattr(self, name) >= 0:
-                raise OptionError(f"{name} = {getattr(self, name)!r}: must be >= 0")
+        for name in ("max_logprobs", "shutdown_timeout", "restart_engine", "step_timeout"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise OptionError(f"{name} = {getattr(self, name)!r}: must be finite and >= 0")
         levels = ("critical", "error", "warning", "info", "debug")
         if self.log_level not in levels:
             raise OptionError(

@@ -128,6 +128,13 @@ def refused(headers: dict[str, str] = KEY, **fields: object) -> Callable[[LiveSe
     return lambda server: server.post(TEXT, {"prompt": "a", **fields}, headers)
 
 
+def hangs(tmp_path: Path) -> Answer:
+    hanging = start(tmp_path / "hanging", "hanging", "--step-timeout", "0.2", engine=FAULTY)
+    answer = hanging.post(TEXT, {"prompt": "H"})
+    assert hanging.process.wait(DEADLINE) == 1
+    return answer
+
+
 def shutting_down(server: LiveServer, tmp_path: Path) -> Answer:
     ending = start(tmp_path / "log", "slow", "--shutdown-timeout", "0.1", engine=SLOW)
     with ThreadPoolExecutor() as pool:
@@ -153,6 +160,7 @@ def test_requests_are_answered_as_the_page_says(small: LiveServer, tmp_path: Pat
         (refused(prompt="O"),),
         (queue_full,),
         (refused(prompt="K"),),
+        (lambda server: hangs(tmp_path),),
         (lambda server: shutting_down(server, tmp_path),),
     ]
     for symptom, ways in zip(symptoms("Requests fail"), provoked, strict=True):
