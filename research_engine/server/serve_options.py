@@ -161,18 +161,30 @@ def options_of(values: Mapping[str, Any]) -> ServeOptions:
     return ServeOptions(EngineOptions.of(model, engine), ServerOptions(**left))
 
 
+WHOLE_PROMPTS = ("fcfs", "static_batch", "vllm_v0")
+"""Policies that compute a prompt in one step wherever it fits; all others that ship split it."""
+
+
 def _chunked_prefill(values: dict[str, Any]) -> None:
-    """Here chunking is the scheduler's choice: the flag means a scheduler that does it, or does not."""
+    """Here chunking is the scheduler's choice, so the flag is a choice among schedulers, or a check of the one given.
+
+    To vLLM's users fcfs is an order, which its chunks keep: with chunks it means what is called chunked_prefill here.
+    """
     wanted = values.pop("enable_chunked_prefill", None)
     if wanted is None:
         return
     if not isinstance(wanted, bool):
         raise OptionError(f"enable_chunked_prefill = {wanted!r}: must be True or False")
-    usual = "chunked_prefill" if wanted else "fcfs"
-    scheduler = values.setdefault("scheduler", usual)
-    if scheduler == ("fcfs" if wanted else "chunked_prefill"):
+    scheduler = values.setdefault("scheduler", "fcfs")
+    if wanted and scheduler == "fcfs":
+        values["scheduler"] = "chunked_prefill"
+    elif ":" in str(scheduler):
+        raise OptionError(f"enable_chunked_prefill = {wanted}: {scheduler!r} decides that itself; leave the flag out")
+    elif wanted == (scheduler in WHOLE_PROMPTS):
+        does = "computes prompts whole" if wanted else "computes prompts in chunks"
+        others = "any but " * wanted + ", ".join(WHOLE_PROMPTS)
         raise OptionError(
-            f"enable_chunked_prefill = {wanted} contradicts scheduler = {scheduler!r}; leave one of them out"
+            f"enable_chunked_prefill = {wanted}: scheduler = {scheduler!r} {does}; leave the flag out, or take {others}"
         )
 
 
@@ -270,7 +282,9 @@ def _parser() -> argparse.ArgumentParser:
                 _add_flag(group, entry, texts.get(entry.name, ""))
     group = parser.add_argument_group("as vLLM spells it")
     group.add_argument(
-        "--enable-chunked-prefill", action=argparse.BooleanOptionalAction, help="scheduler chunked_prefill, or fcfs"
+        "--enable-chunked-prefill",
+        action=argparse.BooleanOptionalAction,
+        help="with no scheduler or fcfs: chunked_prefill, or fcfs; with another one, whether it is such a one",
     )
     known = {entry.name for entry in fields(EngineOptions)}
     for name, (harmless, why) in _FIXED.items():
