@@ -27,7 +27,14 @@ from research_engine.engine.overdue import overdue_calls_end
 from research_engine.engine.records import Records, RequestRecord
 from research_engine.engine.request import Request
 from research_engine.engine.sampling_params import SamplingParams
-from research_engine.options import EngineOptions, OptionError, choose_device, choose_dtype, choose_kv_cache_dtype
+from research_engine.options import (
+    QUANTIZATIONS,
+    EngineOptions,
+    OptionError,
+    choose_device,
+    choose_dtype,
+    choose_kv_cache_dtype,
+)
 from research_engine.outputs import (
     CompletionOutput,
     EmbeddingRequestOutput,
@@ -78,6 +85,10 @@ def load(options: EngineOptions, *, progress: bool = True) -> LoadedModel:
     if options.max_model_len is not None and options.max_model_len > config.max_position_embeddings:
         most = config.max_position_embeddings
         raise OptionError(f"max_model_len = {options.max_model_len}: {options.model} has {most} positions at most")
+    stored = "gguf" if source.format == "gguf" else config.quantization and config.quantization.method
+    if options.quantization is not None and stored not in QUANTIZATIONS[options.quantization]:
+        what = f"{options.model} has {f'{stored} weights' if stored else 'weights that are not quantised'}"
+        raise OptionError(f"quantization = {options.quantization!r}: {what}, and loading quantises none")
     tokenizer = None
     if not options.skip_tokenizer_init:
         tokenizer = loading.load_tokenizer(source, trust_remote_code=options.trust_remote_code)

@@ -26,6 +26,8 @@ _ALIASES = {
     "scheduler": ("--scheduling-policy",),
     "max_num_queued": ("--max-num-queued-reqs",),
     "scheduler_params": ("--scheduler-param",),
+    "quantization": ("-q",),
+    "tensor_parallel_size": ("-tp",),
 }
 _KINDS: dict[str, Any] = {"int": int, "int | None": int, "float": float, "float | None": float}
 
@@ -189,7 +191,6 @@ def _chunked_prefill(values: dict[str, Any]) -> None:
 
 
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "quantization": ((None, "none"), "the checkpoint says how its weights are quantised"),
     "kv_cache_dtype": (("auto",), "the KV cache has the model's dtype"),
     "tensor_parallel_size": ((1,), "one device is supported"),
     "task": (("auto", "generate"), "models that generate are supported"),
@@ -291,7 +292,7 @@ def _parser() -> argparse.ArgumentParser:
         if name not in known:
             values = ", ".join(map(str, harmless))
             read: Any = int if isinstance(harmless[0], int) else str
-            group.add_argument(_flag(name), type=read, help=f"{why}: {values} alone")
+            group.add_argument(_flag(name), *_ALIASES.get(name, ()), type=read, help=f"{why}: {values} alone")
     taken = {"trust_remote_code": "taken; a model's own code is never run", "enforce_eager": "taken; steps are eager"}
     for name, text in taken.items():
         if name not in known:

@@ -20,7 +20,7 @@ def test_flags_as_vllms_users_type_them() -> None:
         "dummy:tiny --host 0.0.0.0 --port 9000 --api-key a b --served-model-name x y --gpu-memory-utilization 0.8 "
         "--max-model-len 512 --max-num-seqs 8 --max-num-batched-tokens 256 --dtype float32 --tensor-parallel-size 1 "
         "--no-enable-prefix-caching --kv-cache-dtype auto --block-size 32 --swap-space 1 --seed 7 --enforce-eager "
-        "--trust-remote-code --task generate --load-format dummy --scheduling-policy vtc "
+        "--trust-remote-code --quantization awq -tp 1 --task generate --load-format dummy --scheduling-policy vtc "
         "--scheduler-params weight_output=3.0 --max-num-queued-reqs 9"
     )
     options = parse(words.split())
@@ -33,6 +33,7 @@ def test_flags_as_vllms_users_type_them() -> None:
     )
     assert (engine.gpu_memory_utilization, engine.max_model_len, engine.max_num_seqs) == (0.8, 512, 8)
     assert (engine.max_num_batched_tokens, engine.dtype, engine.enable_prefix_caching) == (256, "float32", False)
+    assert engine.quantization == "awq"
     assert (engine.block_size, engine.swap_space, engine.seed, engine.load_format) == (32, 1.0, 7, "dummy")
     assert (engine.scheduler, engine.scheduler_params, engine.max_num_queued) == ("vtc", {"weight_output": 3.0}, 9)
 
