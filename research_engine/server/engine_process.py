@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("research_engine.server.engine")
 _SNAPSHOT_SECONDS = 0.1
 _FAILURES_IN_A_ROW = 3  # steps that fail one after the other before the engine gives up
+_QUIET = 0.05  # seconds without work before the books are balanced
 _IDLE_WAIT = 0.01  # seconds between steps in which the scheduler chose to run nobody
 
 
@@ -77,6 +78,8 @@ class EngineLoop:
         self._failures = 0
         self._last_snapshot = -1.0
         self._stale = True  # requests have come or gone since the last snapshot
+        self._balance_due = False  # there were steps since the books were last looked at
+        self._engine.kv_cache.balances_later = True  # not in the step whose tokens somebody waits for
 
     def run(self) -> None:
         """Serve until the HTTP process is gone (EOFError), or until the engine cannot go on.
@@ -90,13 +93,18 @@ class EngineLoop:
             if engine.has_unfinished:
                 timeout = _IDLE_WAIT if engine.idle and engine.num_steps else 0.0
             else:
+                timeout = _QUIET if self._balance_due else None
                 if self._stale:
                     self._report([])
-                timeout = None
-            for message in self._end.receive(timeout):
+            messages = self._end.receive(timeout)
+            if not messages and timeout == _QUIET:
+                self._balance_due = False
+                engine.kv_cache.balance_if_earned()
+            for message in messages:
                 self._take(message)
             self._embed_waiting()
             if engine.has_unfinished:
+                self._balance_due = True
                 self._step()
 
     # In.
