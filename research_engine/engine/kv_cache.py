@@ -340,7 +340,7 @@ class KVCache:
             self.balance_if_earned()
 
     def balance_if_earned(self) -> None:
-        """`check_integrity` of an idle engine. It reads every block, so it is done once so many steps have earned it."""
+        """`check_integrity` of an idle engine; it reads every block, so only once so many steps have earned it."""
         if self._steps_unchecked * _BLOCKS_CHECKED_PER_STEP >= self.num_blocks:
             self._steps_unchecked = 0
             self.check_integrity(())
