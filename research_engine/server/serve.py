@@ -283,5 +283,7 @@ def _write_resolved(resolved: dict[str, Any], server: ServerOptions) -> Path | N
         path.write_text(yaml.safe_dump(resolved, sort_keys=False), encoding="utf-8")
     except OSError as error:
         log.warning("this start's options are not written: %s", error)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)  # a part of it would be taken for all
         return None
     return path
