@@ -8,6 +8,7 @@ for hung and ended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import multiprocessing
@@ -264,7 +265,10 @@ class EngineClient(asyncio.Protocol):
         """Let a hung process say where it hangs, and kill it; its clients learn of it at once."""
         assert self._process is not None and self._process.pid is not None and self._transport is not None
         self.failure = f"a step did not end within {self._step_timeout:g} s (step_timeout)"
-        os.kill(self._process.pid, signal.SIGUSR1)  # its fault handler writes every thread's stack, whatever holds it
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(
+                self._process.pid, signal.SIGUSR1
+            )  # its fault handler writes where every thread is, whatever holds it
         asyncio.get_running_loop().call_later(_LAST_WORDS, self._process.kill)
         self._transport.abort()
 
