@@ -94,6 +94,12 @@ class CapacityOptions:
         for name in ("requests", "seeds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be an integer >= 1")
+        if self.link_gbytes is not None and not 0 < self.link_gbytes < math.inf:
+            raise ValueError(f"link_gbytes = {self.link_gbytes!r}: must be GB per second > 0")
+        if not 0 <= self.link_ms < math.inf:
+            raise ValueError(f"link_ms = {self.link_ms!r}: must be milliseconds >= 0")
+        if not self.prefill and (self.link_gbytes is not None or self.link_ms):
+            raise ValueError("link_gbytes and link_ms: used with prefill alone; nothing is sent without it")
         if self.traffic is not None and not 0 < self.traffic < math.inf:
             raise ValueError(f"traffic = {self.traffic!r}: must be requests per second > 0")
 

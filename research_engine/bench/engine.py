@@ -49,7 +49,7 @@ class EngineBenchOptions(LatencyOptions):
 
 
 def main(options: Annotated[EngineBenchOptions, tyro.conf.arg(name="")]) -> int:
-    """Measure throughput, latency, energy and memory with one start of the engine; exit code 0."""
+    """Measure throughput, latency, energy and memory with one start of the engine."""
     piles: dict[str, list[Length]] = {}
     if options.lengths is not None:
         piles[f"{options.num_prompts} of {options.lengths.name}"] = lengths_from_csv(
@@ -60,12 +60,13 @@ def main(options: Annotated[EngineBenchOptions, tyro.conf.arg(name="")]) -> int:
         piles[f"{requests} x ({prompt} in, {output} out)"] = [(prompt, output)] * requests
     fixed = latency_works(options)
     console = Console()
-    results = measure(options, {**fixed, **piles}, dict.fromkeys(fixed, options.repeats), console)
+    measured = measure(options, {**fixed, **piles}, dict.fromkeys(fixed, options.repeats), console)
+    results = measured.results
     console.print(_table(options, piles, results))
     for result in results:
         for line in _memory(result):
             console.print(line, highlight=False)
-    return 0
+    return measured.exit_code()
 
 
 def _table(options: EngineBenchOptions, piles: dict[str, list[Length]], results: Sequence[JobResult]) -> Table:

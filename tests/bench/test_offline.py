@@ -117,9 +117,13 @@ def test_an_interpreter_without_the_other_engine_is_named_with_its_error(capsys,
     (tmp_path / "vllm.py").write_text("raise ImportError('no such engine here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     arguments = ["bench", "throughput", "dummy:tiny", "--num-prompts", "1", "--input-len", "4",
-                 "--output-len", "1", "--max-model-len", "16", "--compare", "vllm"]  # fmt: skip
+                 "--output-len", "1", "--max-model-len", "16", "--compare", "vllm",
+                 "--save", str(tmp_path / "own.json")]  # fmt: skip
     assert cli.main(arguments) == 2
-    assert "no such engine here" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "no such engine here" in printed.err
+    assert "requests/s" in printed.out  # what was measured before it is not lost
+    assert len(json.loads((tmp_path / "own.json").read_text())["results"]) == 1
 
 
 def test_one_start_measures_piles_and_batches_beside_the_other_engine(lengths, tmp_path, monkeypatch, capsys):
