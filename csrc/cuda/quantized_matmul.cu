@@ -95,6 +95,7 @@ void quantized_matmul(const QuantizedMatmul& args, Stream stream) {
   MatmulParams p{};
   p.scales = w.scales.ptr<const char>();
   p.offsets = w.offsets.ptr<const char>();
+  p.bias = args.bias.ptr<const char>();
   p.weight = w.weight.ptr<const uint4>();
   p.zeros = w.zeros.ptr<const uint8_t>();
   p.x_stride = args.x.strides[0];

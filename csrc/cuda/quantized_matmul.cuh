@@ -1,7 +1,7 @@
 // out = x W^T for few rows of x and a weight of 4 or 8 bits an element (W4A16, W8A16), on the tensor cores of sm_80 on.
 //
 // Computes   out[t, n] = sum over groups of scales[group, n] sum over k of x[t, k] (q[n, k] - zeros[group, n])
-//            (+ offsets[group, n] sum over k of x[t, k]); q an unsigned integer, or an e4m3 number without zeros.
+//            (+ offsets[group, n] sum over k of x[t, k]) (+ bias[n]); q an unsigned integer, or an e4m3 number without zeros.
 // Layout     x, out [T, .], rows strided, bfloat16 or float16. The weight lies in units of 16 KiB: 128 columns n by 256 (4 bits) or
 //            128 (8 bits) of depth k, in the order of
 //                n = 128 tile + 32 warp_n + 16 m + 8 half + row
@@ -45,7 +45,7 @@ constexpr int kMatmulCounters = 16384;  // int32, at the begin of every workspac
 constexpr int unit_depth(QuantizedKind kind) { return kind == QuantizedKind::int4 ? 256 : 128; }
 
 struct MatmulParams {
-  const char *x, *scales, *offsets;  // offsets and zeros may be null
+  const char *x, *scales, *offsets, *bias;  // offsets, bias and zeros may be null
   char* out;
   const uint4* weight;
   const uint8_t* zeros;
@@ -457,8 +457,9 @@ __global__ void __launch_bounds__(kMatmulThreads, kBlocksPerMultiprocessor)
           for (int i = 0; i < 4; ++i) {
             const int token = first_token + 8 * t + 2 * quad + i % 2;
             const int column = tile * kTileColumns + own_column + 16 * m + 8 * (i / 2);
-            if (token < p.tokens && column < p.columns)
-              reinterpret_cast<T*>(p.out)[token * p.out_stride + column] = from_float<T>(totals[m][t][i]);
+            if (token >= p.tokens || column >= p.columns) continue;
+            const float bias = p.bias == nullptr ? 0.0f : to_float(reinterpret_cast<const T*>(p.bias)[column]);
+            reinterpret_cast<T*>(p.out)[token * p.out_stride + column] = from_float<T>(totals[m][t][i] + bias);
           }
     }
 #pragma unroll

@@ -86,7 +86,7 @@ def main(options: Annotated[LoadBenchOptions, tyro.conf.arg(name="")]) -> int:
     memory = ", ".join(f"{name} {max(peak[name] for peak in peaks) / 2**30:.2f} GiB" for name in peaks[0])
     Console().print(
         f"{options.model}: {size / 2**30:.2f} GiB in {len(files)} files to {dtype} on {device}: {median:.2f} s "
-        f"({min(seconds):.2f} to {max(seconds):.2f}), {size / median / 1e9:.2f} GB/s; peak {memory}"
+        f"({min(seconds):.2f} to {max(seconds):.2f}), {size / median / 1e9:.2f} GB/s; peak {memory or 'unknown'}"
     )
     return 0
 
@@ -108,7 +108,7 @@ class _Peak:
             self._allocated = torch.cuda.memory_allocated(device)
 
     def read(self) -> dict[str, int]:
-        """Bytes by a name; a host's count the mapped pages of the files, which are the page cache's."""
+        """Bytes by a name, none where they cannot be had. A host's count the mapped pages of the files."""
         found = {}
         if self._device.type == "cuda":
             import torch
@@ -117,7 +117,7 @@ class _Peak:
         highest = _status("VmHWM")
         if self._before is not None and highest is not None:
             found["of the process, mapped pages included"] = highest - self._before
-        return found or {"unknown, of": 0}
+        return found
 
 
 def _status(key: str) -> int | None:

@@ -58,9 +58,8 @@ def make_quantized_matmul(kind: str) -> Callable[[Sizes, Setting], Problem]:
             return lambda: (functional.linear(x, floats),)
 
         def packed() -> kernel_peers.PackedInputs:
-            scales, zeros = (
-                part[:, : sizes["N"]].contiguous() for part in (weight.scales, weight.zeros) if part is not None
-            )
+            assert weight.zeros is not None
+            scales, zeros = (part[:, : sizes["N"]].contiguous() for part in (weight.scales, weight.zeros))
             return kernel_peers.PackedInputs(x, unpack_weight(weight), scales, zeros)
 
         peers = {"torch": dense, "dequantised": dequantized}
