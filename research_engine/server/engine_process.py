@@ -93,17 +93,15 @@ class EngineLoop:
             if not engine.has_unfinished:
                 self._rest()
                 continue
-            wait = self._policys_wait()
-            messages = self._end.receive(min(wait, _SNAPSHOT_SECONDS))
-            self._take_all(messages)
-            if not messages and wait > _SNAPSHOT_SECONDS:
+            self._take_all(self._end.receive(min(self._policys_wait(), _SNAPSHOT_SECONDS)))
+            if engine.wake_at is not None and engine.wake_at > engine.clock.now():
                 self._report([])  # a policy that waits is no engine that hangs
             elif engine.has_unfinished:
                 self._balance_due = True
                 self._step()
 
     def _policys_wait(self) -> float:
-        """Seconds until the policy wants to be asked again, which a message cuts short."""
+        """Seconds until the policy is to be asked again, unless something happens before that."""
         engine = self._engine
         if engine.wake_at is not None:
             return max(0.0, engine.wake_at - engine.clock.now())

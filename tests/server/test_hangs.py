@@ -79,10 +79,14 @@ def test_an_engine_whose_policy_waits_goes_on_speaking() -> None:
     thread.start()
     ours.settimeout(DEADLINE)
     ours.sendall(frame(Add(0, "a", [1, 2], encode_sampling(SamplingParams(max_tokens=1)), False, 0.0)))
-    inbox, heard = bytearray(), 0
-    while heard < 3:
-        inbox += ours.recv(65536)
-        heard += sum(1 for _ in frames(inbox))
+    inbox = bytearray()
+    for request in (None, Add(1, "b", [10**6], encode_sampling(SamplingParams()), False, 0.0)):  # the second is refused
+        if request is not None:
+            ours.sendall(frame(request))
+        heard = 0
+        while heard < 3:
+            inbox += ours.recv(65536)
+            heard += sum(1 for _ in frames(inbox))
     ours.close()
     thread.join(DEADLINE)
     assert not thread.is_alive()
