@@ -40,20 +40,21 @@ def overdue_calls_end(engine: Engine) -> Iterator[None]:
     if _SIGNAL is None or threading.current_thread() is not main or policy.patience == math.inf:
         yield
         return
-    stop = threading.Event()
+    stop, overdue = threading.Event(), 0
 
     def end_call(signum: int, frame: Any) -> None:
-        if policy.is_called:  # it may have come back since the last look
+        if policy.is_called and policy.calls == overdue:  # it may have come back since the last look
             policy.is_called = False
             raise Overdue
 
     def watch() -> None:
+        nonlocal overdue
         seen = looks = 0
         while not stop.wait(policy.patience / _LOOKS):
             looks = looks + 1 if policy.is_called and policy.calls == seen else 0
             seen = policy.calls
             if looks > _LOOKS:  # the call may have begun just before the first of them
-                looks = 0
+                looks, overdue = 0, seen
                 signal.pthread_kill(main.ident or 0, _SIGNAL)
 
     before = signal.signal(_SIGNAL, end_call)

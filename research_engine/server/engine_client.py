@@ -266,9 +266,7 @@ class EngineClient(asyncio.Protocol):
         assert self._process is not None and self._process.pid is not None and self._transport is not None
         self.failure = f"a step did not end within {self._step_timeout:g} s (step_timeout)"
         with contextlib.suppress(ProcessLookupError):
-            os.kill(
-                self._process.pid, signal.SIGUSR1
-            )  # its fault handler writes where every thread is, whatever holds it
+            os.kill(self._process.pid, signal.SIGUSR1)  # it writes every thread's stack, whatever holds the interpreter
         asyncio.get_running_loop().call_later(_LAST_WORDS, self._process.kill)
         self._transport.abort()
 

@@ -90,24 +90,39 @@ class EngineLoop:
         """
         engine = self._engine
         while True:
-            if engine.has_unfinished:
-                timeout = _IDLE_WAIT if engine.idle and engine.num_steps else 0.0
-            else:
-                timeout = _QUIET if self._balance_due else None
-                if self._stale:
-                    self._report([])
-            messages = self._end.receive(timeout)
-            if not messages and timeout == _QUIET:
-                self._balance_due = False
-                engine.kv_cache.balance_if_earned()
-            for message in messages:
-                self._take(message)
-            self._embed_waiting()
-            if engine.has_unfinished:
+            if not engine.has_unfinished:
+                self._rest()
+                continue
+            self._take_all(self._end.receive(min(self._policys_wait(), _SNAPSHOT_SECONDS)))
+            if engine.wake_at is not None and engine.wake_at > engine.clock.now():
+                self._report([])  # a policy that waits is no engine that hangs
+            elif engine.has_unfinished:
                 self._balance_due = True
                 self._step()
 
+    def _policys_wait(self) -> float:
+        """Seconds until the policy is to be asked again, unless something happens before that."""
+        engine = self._engine
+        if engine.wake_at is not None:
+            return max(0.0, engine.wake_at - engine.clock.now())
+        return _IDLE_WAIT if engine.idle and engine.num_steps else 0.0
+
+    def _rest(self) -> None:
+        """Without work: say so, balance the books once it has been quiet for a while, and take what comes next."""
+        if self._stale:
+            self._report([])
+        messages = self._end.receive(_QUIET if self._balance_due else None)
+        if not messages and self._balance_due:
+            self._balance_due = False
+            self._engine.kv_cache.balance_if_earned()
+        self._take_all(messages)
+
     # In.
+
+    def _take_all(self, messages: Sequence[ToEngine]) -> None:
+        for message in messages:
+            self._take(message)
+        self._embed_waiting()
 
     def _take(self, message: ToEngine) -> None:
         self._stale = True

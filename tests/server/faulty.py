@@ -58,6 +58,15 @@ class NeverDecides(ChunkedPrefill):
                 sum(range(10))
 
 
+class WaitsForTwo(ChunkedPrefill):
+    """Serves nobody while there is one request alone, and asks to be woken in an hour."""
+
+    def schedule(self, view: EngineView) -> SchedulePlan:
+        if view.num_running + view.num_waiting < 2:
+            return SchedulePlan({}, wake_at=view.now + 3600.0)
+        return super().schedule(view)
+
+
 class JumpingClock(MonotonicClock):
     """Jumps an hour ahead every few looks, as after a machine's sleep."""
 

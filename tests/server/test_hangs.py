@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from research_engine.engine.sampling_params import SamplingParams
 from research_engine.options import EngineOptions
 from research_engine.server.engine_client import LOOKS, EngineClient, Silence
+from research_engine.server.engine_process import EngineLoop
 from research_engine.server.engine_source import EngineSource
+from research_engine.server.live_records import LiveRecords
+from research_engine.server.stub_engine import stub_parts
+from research_engine.server.wire import Add, EngineEnd, encode_sampling, frame, frames
 from tests.server.faulty import FAULTY
-from tests.server.live import DEADLINE, start
+from tests.server.live import DEADLINE, STUB, start
 
 TEXT = "/v1/completions"
 NEVER_DECIDES = ("--scheduler", str(Path(__file__).with_name("faulty.py")) + ":NeverDecides")
@@ -42,6 +51,45 @@ def test_an_engine_that_hangs_is_started_again_where_that_is_wanted(tmp_path: Pa
         assert health.status == 503
     assert server.engine_pid != first
     assert server.stop() == 0
+
+
+WAITS_FOR_TWO = str(Path(__file__).with_name("faulty.py")) + ":WaitsForTwo"
+
+
+def test_a_policy_that_waits_is_asked_again_when_a_request_comes(tmp_path: Path) -> None:
+    server = start(tmp_path / "log", "stub", "--scheduler", WAITS_FOR_TWO, engine=STUB)
+    with ThreadPoolExecutor(1) as pool:
+        alone = pool.submit(server.complete, prompt="a", max_tokens=3)
+        server.wait_until(lambda stats: stats["waiting"] == 1)
+        assert server.complete(prompt="b", max_tokens=3)["choices"][0]["text"] == "abc"
+        assert alone.result(DEADLINE)["choices"][0]["text"] == "abc"
+    assert server.stop() == 0
+
+
+def test_an_engine_whose_policy_waits_goes_on_speaking() -> None:
+    ours, theirs = socket.socketpair()
+    records = LiveRecords()
+    loop = EngineLoop(stub_parts(EngineOptions("stub", scheduler=WAITS_FOR_TWO), records), records, EngineEnd(theirs))
+
+    def run() -> None:
+        with suppress(EOFError):
+            loop.run()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    ours.settimeout(DEADLINE)
+    ours.sendall(frame(Add(0, "a", [1, 2], encode_sampling(SamplingParams(max_tokens=1)), False, 0.0)))
+    inbox = bytearray()
+    for request in (None, Add(1, "b", [10**6], encode_sampling(SamplingParams()), False, 0.0)):  # the second is refused
+        if request is not None:
+            ours.sendall(frame(request))
+        heard = 0
+        while heard < 3:
+            inbox += ours.recv(65536)
+            heard += sum(1 for _ in frames(inbox))
+    ours.close()
+    thread.join(DEADLINE)
+    assert not thread.is_alive()
 
 
 def test_silence_is_too_long_only_when_answers_are_owed_and_nothing_comes() -> None:
