@@ -173,9 +173,8 @@ def _read(text: str, origin: Origin) -> dict[str, Any]:
     try:
         node, data = read_yaml(text)
     except yaml.YAMLError as error:
-        line = (
-            f", line {error.problem_mark.line + 1}" if isinstance(error, MarkedYAMLError) and error.problem_mark else ""
-        )
+        mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
+        line = "" if mark is None else f", line {mark.line + 1}"
         raise ConfigError(f"{origin.file}{line}: no YAML: {_problem(error)}") from error
     if node is None or not isinstance(data, dict):
         raise ConfigError(f"{origin.file}: must be a mapping with {', '.join(Experiment.model_fields)}")
