@@ -173,9 +173,8 @@ def _read(text: str, origin: Origin) -> dict[str, Any]:
     try:
         node, data = read_yaml(text)
     except yaml.YAMLError as error:
-        line = (
-            f", line {error.problem_mark.line + 1}" if isinstance(error, MarkedYAMLError) and error.problem_mark else ""
-        )
+        mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
+        line = "" if mark is None else f", line {mark.line + 1}"
         raise ConfigError(f"{origin.file}{line}: no YAML: {_problem(error)}") from error
     if node is None or not isinstance(data, dict):
         raise ConfigError(f"{origin.file}: must be a mapping with {', '.join(Experiment.model_fields)}")
@@ -355,14 +354,18 @@ def _check_schedulers(cells: Sequence[Cell], origin: Origin) -> None:
         settings = cell.settings
         if not isinstance(settings, TrialSettings):
             continue
+        paths: list[KeyPath] = [("factors", "scheduler"), ("base", "scheduler")]
         try:
-            schedulers.create(settings.scheduler, **settings.scheduler_params)
+            policy = schedulers.create(settings.scheduler, **settings.scheduler_params)
         except ValueError as error:
-            paths: list[KeyPath] = [("factors", "scheduler"), ("base", "scheduler")]
             if not str(error).startswith("no "):  # the policy is there; its parameters are at fault
                 paths = [*(("base", "scheduler_params", key) for key in settings.scheduler_params), *paths]
             where = next((origin.lines[path] for path in paths if path in origin.lines), origin.file)
             raise ConfigError(f"{where}: {error}") from error
+        # an engine would say so when its trial begins
+        if getattr(policy, "preemption", None) == "swap" and not (settings.num_host_blocks or settings.swap_space):
+            rule = "preemption = 'swap' needs host blocks: set swap_space (GiB) or num_host_blocks"
+            raise ConfigError(f"{origin.file}: {cell.label}: {rule}")
 
 
 def _explain(
@@ -382,10 +385,12 @@ def _explain(
             message = f"no such value; {nearest_first(str(value), re.findall(QUOTED, context['expected_tags']))}"
         elif problem["type"] == "literal_error":
             message = f"no such value; {nearest_first(str(value), re.findall(QUOTED, context['expected']))}"
+        shown = "" if isinstance(value, (dict, list)) else f" = {value!r}"
+        name = "" if problem["type"] == "unknown_key" or not path else f"{'.'.join(map(str, path))}{shown}: "
+        if not path:  # a rule about several keys; its message begins with the one at fault
+            path = tuple(re.split(r"[^\w.]", message, maxsplit=1)[0].split("."))
         place = next((at for key, at in (places or {}).items() if _is_within(path, key)), None)
         place = place or origin.of((*prefix, *path))
-        shown = "" if isinstance(value, (dict, list)) else f" = {value!r}"
-        name = "" if problem["type"] == "unknown_key" else f"{'.'.join(map(str, path))}{shown}: "
         lines.append(f"{place}: {name}{message}")
     return "\n".join(lines)
 

@@ -61,6 +61,8 @@ def to_latex(table: Table) -> str:
             (f"\\textbf{{{_tex(text)}}}" if best else _tex(text)) + (f"$^{{{mark}}}$" if mark else "")
             for text, best, mark in row
         ]
+        if texts[0].startswith(("[", "*")):  # which \\ of the row before would take for its own
+            texts[0] = "{}" + texts[0]
         lines.append("    " + " & ".join(texts) + " \\\\")
         if index == 0 or (index == len(table.facts) and len(table.columns) <= MOST_COLUMNS):
             lines.append("    \\midrule")

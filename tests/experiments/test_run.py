@@ -302,14 +302,7 @@ def test_what_a_killed_run_left_unfinished_is_cleared(file: Path, tmp_path: Path
     run(file, tmp_path / "run", StubBackend())
     whole = contents(tmp_path / "run")
 
-    def killed(temporary: Path) -> None:
-        temporary.write_text("half")
-        (tmp_path / "run" / "left").hardlink_to(temporary)  # what a killed process does not take away
-        (tmp_path / "run" / "left").rename(tmp_path / "run" / f"{temporary.name}x")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        storage.write_with(tmp_path / "run" / "table.md", killed)
+    (tmp_path / "run" / ".unfinished-table-ab12cd34.md").write_text("half")
     (tmp_path / "run" / ".mine-settings.json").write_text("{}")
     run(file, tmp_path / "run", StubBackend())
     assert [path.name for path in (tmp_path / "run").glob(".*")] == [".mine-settings.json"]
