@@ -243,7 +243,7 @@ def fit(found: Measurement) -> Profile:
     held_out = _held_out(found.served)
     seen = [step.sample for step in found.served if step.stretch not in held_out]
     origin = f"{len(found.designed)} of {found.designs_made} designed batches, {len(found.moves)} block moves"
-    profile = replace(designed, host=fit_host(seen, found.ladders, samples), origin=origin)
+    profile = replace(designed, host=fit_host(seen, found.ladders, samples), overlap=found.overlap, origin=origin)
     parts["served steps, from the designed ones alone"] = _served_error(profile, found, held_out)
     refined = refine(profile, seen, samples)
     return replace(refined, parts=parts, held_out=_served_error(refined, found, held_out))

@@ -210,7 +210,8 @@ def test_a_device_by_itself_is_held_until_it_has_all_of_a_step_and_the_host_is_t
 def measured_profile() -> Profile:
     torch = pytest.importorskip("torch")
     told = []
-    options = ProfileOptions("dummy:tiny", device="cpu", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
+    options = ProfileOptions("dummy:tiny", device="cpu", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256,
+                             kv_cache_memory=0.03)  # fmt: skip
     # a clock that moves by a second whenever it is read: ten minutes are up after 600 readings, on any machine
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the model is tiny; threads would only wait for one another
