@@ -41,7 +41,7 @@ class SLOSettings(Settings):
 SIMULATED_BATCHED_TOKENS = 8192
 """Tokens a step of a simulation that names none: as a real GPU gets."""
 
-OF_REAL_ENGINES = ("weight_packing", "kv_cache_dtype", "overlap", "batch_invariant", "enforce_eager")
+OF_REAL_ENGINES = ("weight_packing", "kv_cache_dtype", "batch_invariant", "enforce_eager")
 """Options that a simulation refuses, since its cost models do not know them."""
 
 
@@ -49,7 +49,9 @@ class TrialSettings(Settings):
     """All that decides a trial but its seed: the options of an engine, named as in `EngineOptions`, and a workload.
 
     Args:
-        model ... enforce_eager: see `research_engine.options.EngineOptions`; None takes its default.
+        model ... enforce_eager: see `research_engine.options.EngineOptions`; None takes its default. In a simulation
+            overlap = None does as the engine did that the profile is of; on a roofline, whose host time is a guess, no
+            step is scheduled ahead.
         executor: "simulated" computes nothing: steps take the time that a cost model gives them, on a virtual clock.
         gpu: of a simulation: a sheet out of `simulation.gpu_sheet.available_sheets()`, or the path of a .json one.
         cost_model: of a simulation: "roofline" of `gpu`, or "profiled:FILE", a profile by `research-engine profile`, or

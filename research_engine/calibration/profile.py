@@ -33,6 +33,7 @@ from research_engine.simulation.fit import (
     fit_host,
     fit_profile,
     fit_samples,
+    fit_together,
     recorded_samples,
     refine,
     run_error,
@@ -243,9 +244,9 @@ def fit(found: Measurement) -> Profile:
     held_out = _held_out(found.served)
     seen = [step.sample for step in found.served if step.stretch not in held_out]
     origin = f"{len(found.designed)} of {found.designs_made} designed batches, {len(found.moves)} block moves"
-    profile = replace(designed, host=fit_host(seen, found.ladders, samples), origin=origin)
+    profile = replace(designed, host=fit_host(seen, found.ladders, samples), overlap=found.overlap, origin=origin)
     parts["served steps, from the designed ones alone"] = _served_error(profile, found, held_out)
-    refined = refine(profile, seen, samples)
+    refined = fit_together(profile, refine(profile, seen, samples), basis, [*samples, *found.moves], seen)
     return replace(refined, parts=parts, held_out=_served_error(refined, found, held_out))
 
 

@@ -99,7 +99,8 @@ def serve(
     names, num_steps, seen = count(), 0, 0
     before: StepRecord | None = None
     for stretch in count():
-        places = levels[stretch] if stretch < len(levels) else round(math.exp(rng.uniform(0.0, math.log(most))))
+        anywhere = rng.randint(1, most) if stretch % 2 else round(math.exp(rng.uniform(0.0, math.log(most))))
+        places = levels[stretch] if stretch < len(levels) else anywhere
         for step in range(STRETCH):
             free = places - engine.num_unfinished
             for _ in range(free if step == 0 else sum(rng.random() < _ARRIVES for _ in range(free))):

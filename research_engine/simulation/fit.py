@@ -30,6 +30,7 @@ T = TypeVar("T")
 HOLD_OUT_EVERY = 5
 MIN_STEPS = 40
 STEPS_PER_KNOT = 5
+_MEASURED = 0.25  # of a served step, in the fit of both together
 _NEAR_ONE = 0.02  # weight of "a measured part is right as it is" in the last fit, beside 1 of a step
 
 
@@ -90,15 +91,28 @@ def fit_profile(steps: Sequence[StepRecord], *, model: str, machine: Mapping[str
     return replace(profile, held_out=run_error(profile, [sample.timed for sample in held], overlap=False))
 
 
-def fit_samples(samples: Sequence[Sample], basis: Basis, *, model: str, machine: Mapping[str, str]) -> Profile:
-    """Fit the device's times, those that were seen; the profile's host time is 0."""
+def fit_samples(
+    samples: Sequence[Sample],
+    basis: Basis,
+    *,
+    model: str,
+    machine: Mapping[str, str],
+    counts: Sequence[float] | None = None,
+) -> Profile:
+    """Fit the device's times, those that were seen; the profile's host time is 0.
+
+    Args:
+        counts: how often each sample counts; once when None.
+    """
+    often = dict(enumerate(counts)) if counts is not None else {}
+    weight = [math.sqrt(often.get(at, 1.0)) for at, sample in enumerate(samples) if not math.isnan(sample.device)]
     samples = [sample for sample in samples if not math.isnan(sample.device)]
     times = np.array([sample.device for sample in samples])
     rows = np.array([basis.features(sample.work) for sample in samples])
     pairs = sum(t * (k + (t + 1) / 2) for sample in samples for t, k in sample.work.prefills)
     prefill = sum(sample.device for sample in samples if sample.work.prefills)
     smooth = basis.smoothness(prefill / pairs if pairs else 1.0)
-    return basis.profile(solve(rows, times, times, smooth), model, machine)
+    return basis.profile(solve(rows, times, times / np.array(weight), smooth), model, machine)
 
 
 def fit_host(samples: Sequence[Sample], ladders: Ladders, handed: Sequence[Sample] = ()) -> HostCost:
@@ -174,6 +188,31 @@ def refine(profile: Profile, samples: Sequence[Sample], handed: Sequence[Sample]
         host=fit_host(samples, profile.ladders, handed),
         origin=f"{profile.origin}; refined on {len(samples)} served steps",
     )
+
+
+def fit_together(
+    designed: Profile, refined: Profile, basis: Basis, measured: Sequence[Sample], served: Sequence[Sample]
+) -> Profile:
+    """Fit measured batches and served steps at once, so that a table follows what was served wherever enough was.
+
+    A device that is short of power is slower in some of its work and not in other, which no factor for a part can say.
+    The measured times are first made longer as `refined` says; each counts for less than a served step.
+
+    Args:
+        designed: fitted to `measured` alone; refined: the same after `refine` on `served`, whose host time is kept.
+        basis: of `designed`.
+    """
+    alone, loaded = ProfiledCost(designed), ProfiledCost(refined)
+    scaled = [
+        sample._replace(device=sample.device * loaded.time_of(sample.work).device / alone.time_of(sample.work).device)
+        for sample in measured
+    ]
+    counts = [_MEASURED] * len(scaled) + [1.0] * len(served)
+    own = fit_samples([*scaled, *served], basis, model=refined.model, machine=refined.machine, counts=counts)
+    return replace(
+        refined, dense=own.dense, head=own.head, attention=own.attention, decode_graph=own.decode_graph,
+        token_graph=own.token_graph, block_move=own.block_move, block_copy=own.block_copy,
+    )  # fmt: skip
 
 
 def run_error(profile: Profile, steps: Sequence[TimedStep], *, overlap: bool) -> dict[str, float]:

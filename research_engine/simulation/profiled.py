@@ -45,6 +45,7 @@ class Profile:
         attention: of all layers; a formula where there are graphs.
         host: what the host takes.
         ladders: the sizes of the executor's graphs.
+        overlap: whether the engine runs ahead, scheduling a step while the device is busy with the one before.
         decode_graph, token_graph: padded size -> seconds of a graph without the contexts' part of attention, at some
             of those sizes; needed where there are such graphs.
         block_move: (latency, seconds a block) of swapping blocks in a step; block_copy: of copying them on the device.
@@ -61,6 +62,7 @@ class Profile:
     attention: AttentionCost
     host: HostCost = NO_HOST
     ladders: Ladders = NO_GRAPHS
+    overlap: bool = False
     decode_graph: Curve | None = None
     token_graph: Curve | None = None
     block_move: tuple[float, float] = (0.0, 0.0)
@@ -101,8 +103,9 @@ class Profile:
         return {
             "format": FORMAT, "model": self.model, "machine": dict(self.machine), "origin": self.origin,
             "held_out": dict(self.held_out), "parts": {name: dict(error) for name, error in self.parts.items()},
-            "host": self.host.as_json(), "ladders": self.ladders, "decode_graph": _points(self.decode_graph),
-            "token_graph": _points(self.token_graph), "block_move": self.block_move, "block_copy": self.block_copy,
+            "host": self.host.as_json(), "ladders": self.ladders, "overlap": self.overlap,
+            "decode_graph": _points(self.decode_graph), "token_graph": _points(self.token_graph),
+            "block_move": self.block_move, "block_copy": self.block_copy,
             "dense": self.dense.points, "head": self.head.points, "attention": self.attention.as_json(),
         }  # fmt: skip
 
@@ -135,6 +138,7 @@ class Profile:
                 attention=attention_from_json(data["attention"]),
                 host=HostCost.from_json(data["host"]),
                 ladders=_ladders(data["ladders"]),
+                overlap=_flag(data["overlap"]),
                 decode_graph=_curve(data["decode_graph"]),
                 token_graph=_curve(data["token_graph"]),
                 block_move=_two(data["block_move"]),
@@ -216,6 +220,12 @@ class ProfiledCost:
             assert table is not None
             return table(size)
         return (profile.dense(size) if size else 0.0) + (profile.head(draws) if draws else 0.0)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r} must be true or false")
+    return value
 
 
 def _ladders(sizes: Any) -> Ladders:

@@ -85,10 +85,11 @@ def planted_bench() -> tuple[Bench, Planted]:
     return Bench(Engine(CONFIG, None, device), HostTimer(), lambda: None), device
 
 
-def planted(profile: Profile, overlap: bool, steps: int = 1200) -> Measurement:
-    """What the bench and the serving would have measured on a machine with these very costs."""
+def planted(profile: Profile, overlap: bool, steps: int = 1200, loaded: Profile | None = None) -> Measurement:
+    """What the bench and the serving would have measured on a machine with these very costs, or others under load."""
     bench, _ = planted_bench()
     cost = ProfiledCost(profile)
+    in_serving = cost if loaded is None else ProfiledCost(loaded)
     apart = bool(profile.ladders.decode)
 
     def sample(work: Work) -> Sample:
@@ -103,7 +104,9 @@ def planted(profile: Profile, overlap: bool, steps: int = 1200) -> Measurement:
     clock = VirtualClock()
     config = replace(CONFIG, overlap=overlap)
     scheduler = schedulers.create("chunked_prefill")
-    source = serve(config, SimulatedExecutor(cost, clock), scheduler, apart=apart, ladders=profile.ladders, clock=clock)
+    source = serve(
+        config, SimulatedExecutor(in_serving, clock), scheduler, apart=apart, ladders=profile.ladders, clock=clock
+    )
     served = list(islice(source, steps))
     return Measurement("m", {"gpu": "planted"}, profile.ladders, overlap, len(designs), designed, moves, served)
 
@@ -153,6 +156,16 @@ def test_graphs_and_host_time_of_a_device_that_works_by_itself_come_back():
     assert profile.host.handover[StepKind.LAUNCHED] == pytest.approx((6e-3, 0.0, 0.0), rel=0.1, abs=3e-6)
     assert profile.host.launch == pytest.approx(5.5e-3, rel=0.1)
     assert profile.host.after == pytest.approx((1e-4, 1e-6), rel=0.2)
+
+
+def test_a_table_follows_what_was_served_where_a_device_under_load_is_slower_in_some_of_its_work():
+    """Large graphs take a tenth longer when the device is short of power, small ones do not."""
+    table = Curve((size, seconds * (1.1 if size > 16 else 1.0)) for size, seconds in ON_GPU.decode_graph.points)
+    profile = fit(planted(ON_GPU, overlap=True, loaded=replace(ON_GPU, decode_graph=table)))
+    assert profile.parts["served steps, from the designed ones alone"]["mape"] > 0.02
+    assert profile.held_out["mape"] < 0.015
+    for size in (1, 8, 32, 64):  # too few steps were served with 9 to 16 rows to tell them apart from larger ones
+        assert profile.decode_graph(size) == pytest.approx(table(size), rel=0.01)
 
 
 def test_a_fit_can_be_made_again_from_the_file_of_a_measurement(tmp_path):
@@ -210,7 +223,8 @@ def test_a_device_by_itself_is_held_until_it_has_all_of_a_step_and_the_host_is_t
 def measured_profile() -> Profile:
     torch = pytest.importorskip("torch")
     told = []
-    options = ProfileOptions("dummy:tiny", device="cpu", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
+    options = ProfileOptions("dummy:tiny", device="cpu", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256,
+                             kv_cache_memory=0.03)  # fmt: skip
     # a clock that moves by a second whenever it is read: ten minutes are up after 600 readings, on any machine
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the model is tiny; threads would only wait for one another

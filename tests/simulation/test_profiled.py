@@ -130,7 +130,7 @@ def test_what_is_no_profile_is_refused_with_its_name(content, tmp_path):
 WRONG = [None, "x", 7, -1.0, float("nan"), [], {}, [[1, -2.0]], [[1]], {"kind": "formula"}, [1, None]]
 
 
-FIELDS = ("model", "machine", "dense", "head", "attention", "host", "ladders", "decode_graph", "token_graph",
+FIELDS = ("model", "machine", "dense", "head", "attention", "host", "ladders", "overlap", "decode_graph", "token_graph",
           "block_move", "block_copy", "held_out", "parts", "origin")  # fmt: skip
 
 
