@@ -47,8 +47,9 @@ constexpr const char* kOp = "paged_attention (path prefill, wgmma)";
 
 // A consumer warpgroup: 64 rows of every tile. kScored: softcap, ALiBi or an unusual scale, so that scores are computed before
 // their maximum; otherwise the scale is folded into the exponent.
-template <typename T, int kD, bool kScored> class Consumer {
+template <typename T, int kD, bool kWhole, bool kScored> class Consumer {
   using Shape = WgmmaShape<kD>;
+  using Layout = TileLayout<kD, kWhole>;
   using Scores = Wgmma<T, Shape::kKeys>;
   using Output = Wgmma<T, kD>;
   static constexpr int kConsumerThreads = Shape::kConsumers * kGroupThreads;
@@ -56,7 +57,7 @@ template <typename T, int kD, bool kScored> class Consumer {
 
  public:
   __device__ __forceinline__ Consumer(const PrefillParams& p, Control<kD>* control, uint32_t queries, uint32_t ring, int group)
-      : p_(p), control_(control), queries_(queries), ring_(ring), group_(group) {
+      : p_(p), control_(control), queries_(uniform(queries)), ring_(uniform(ring)), group_(group) {
     lane_ = threadIdx.x % 32;
     q_ = lane_ % 4;
     row_ = group * kGroupRows + threadIdx.x / 32 % 4 * 16 + lane_ / 4;
@@ -69,6 +70,7 @@ template <typename T, int kD, bool kScored> class Consumer {
       mbarrier_wait(shared_address(&control_->queries_full[plan_.slot]), plan_.parity);
       tile_ = control_->tile[plan_.slot];
       if (tile_.steps < 0) return;
+      rows_ = uniform(queries_ + plan_.slot * Shape::kQueryBytes + group_ * kGroupRows * kAtomRow);
       begin_rows();
       if (tile_.steps > 0) {
         first_step();
@@ -139,23 +141,26 @@ template <typename T, int kD, bool kScored> class Consumer {
     release(shared_address(&control_->empty[place.slot]));
   }
 
+  __device__ __forceinline__ uint32_t slot_address(const Place<Shape::kSlots>& place) const {
+    return uniform(ring_ + place.slot * Shape::kSlotBytes);
+  }
+
   // S = Q K^T, issued and committed.
-  __device__ __forceinline__ void multiply_keys(int slot) {
-    const uint64_t a = operand(queries_ + plan_.slot * Shape::kQueryBytes + group_ * kGroupRows * kAtomRow, 16, kAtomGroup);
-    const uint64_t b = operand(ring_ + slot * Shape::kSlotBytes, 16, p_.group_bytes);
+  __device__ __forceinline__ void multiply_keys(uint32_t slot) {
+    const uint64_t a = operand(rows_, 16, kAtomGroup), b = operand(slot, 16, Layout::kGroupBytes);
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) {
       Scores::shared_shared(scores_, advance(a, k / 4 * Shape::kQueryAtom + k % 4 * 32),
-                            advance(b, k / 4 * p_.atom_bytes + k % 4 * 32), k > 0);
+                            advance(b, k / 4 * Layout::kAtomBytes + k % 4 * 32), k > 0);
     }
     wgmma_commit();
   }
 
   // O += P V, issued and committed.
-  __device__ __forceinline__ void multiply_values(int slot) {
-    const uint64_t b = operand(ring_ + slot * Shape::kSlotBytes, p_.atom_bytes, p_.group_bytes);
+  __device__ __forceinline__ void multiply_values(uint32_t slot) {
+    const uint64_t b = operand(slot, Layout::kAtomBytes, Layout::kGroupBytes);
 #pragma unroll
-    for (int k = 0; k < Shape::kKeys / 16; ++k) Output::registers_shared(out_, weights_[k], advance(b, k * 2 * p_.group_bytes));
+    for (int k = 0; k < Shape::kKeys / 16; ++k) Output::registers_shared(out_, weights_[k], advance(b, k * 2 * Layout::kGroupBytes));
     wgmma_commit();
   }
 
@@ -166,7 +171,7 @@ template <typename T, int kD, bool kScored> class Consumer {
     for (int i = threadIdx.x - kGroupThreads; i < Shape::kKeys * kChunks; i += kConsumerThreads) {
       const int row = i / kChunks, chunk = i % kChunks;
       if (first + row >= begin && first + row < end) continue;
-      clear_shared_16(ring_ + place.slot * Shape::kSlotBytes + chunk / 8 * p_.atom_bytes + row / 8 * p_.group_bytes +
+      clear_shared_16(ring_ + place.slot * Shape::kSlotBytes + chunk / 8 * Layout::kAtomBytes + row / 8 * Layout::kGroupBytes +
                       row % 8 * kAtomRow + chunk % 8 * 16);
     }
     async_proxy_fence();
@@ -185,7 +190,7 @@ template <typename T, int kD, bool kScored> class Consumer {
     wait_full(keys);
     pin(scores_);
     wgmma_fence();
-    multiply_keys(keys.slot);
+    multiply_keys(slot_address(keys));
     if (first + Shape::kKeys > tile_.seq_len) {
       Place<Shape::kSlots> values = ring_place_;
       if (t > 0) values.next();
@@ -205,16 +210,16 @@ template <typename T, int kD, bool kScored> class Consumer {
     ring_place_.next();
     const Place<Shape::kSlots> values = ring_place_;
     ring_place_.next();
+    const uint32_t keys_slot = slot_address(keys), values_slot = slot_address(values);
     wait_full(keys);
+    wait_full(values);
     block_barrier_sync(kTurnBarrier + group_, 2 * kGroupThreads);
     pin(scores_);
     pin(out_);
     pin(weights_);
     wgmma_fence();
-    multiply_keys(keys.slot);
-    wait_full(values);
-    wgmma_fence();
-    multiply_values(values.slot);
+    multiply_keys(keys_slot);
+    multiply_values(values_slot);
     block_barrier_arrive(kTurnBarrier + (group_ + 1 == Shape::kConsumers ? 0 : group_ + 1), 2 * kGroupThreads);
     wgmma_wait<1>();
     pin(scores_);
@@ -239,7 +244,7 @@ template <typename T, int kD, bool kScored> class Consumer {
     pin(out_);
     pin(weights_);
     wgmma_fence();
-    multiply_values(values.slot);
+    multiply_values(slot_address(values));
     wgmma_wait<0>();
     pin(out_);
     release_slot(values);
@@ -347,7 +352,7 @@ template <typename T, int kD, bool kScored> class Consumer {
 
   const PrefillParams& p_;
   Control<kD>* control_;
-  uint32_t queries_, ring_;
+  uint32_t queries_, ring_, rows_;  // in shared memory; rows_: this warpgroup's queries
   int group_, lane_, q_, row_;  // row_: the thread's first row in the tile; its second is 8 further
   float factor_;                // from a score to base 2
   Tile tile_;
@@ -360,7 +365,7 @@ template <typename T, int kD, bool kScored> class Consumer {
   uint32_t weights_[Shape::kKeys / 16][4];
 };
 
-template <typename T, int kD, bool kScored> __device__ __forceinline__ void run_block(const PrefillParams& p) {
+template <typename T, int kD, bool kWhole, bool kScored> __device__ __forceinline__ void run_block(const PrefillParams& p) {
   using Shape = WgmmaShape<kD>;
   extern __shared__ char raw[];
   const uint32_t base = (shared_address(raw) + 1023) / 1024 * 1024;
@@ -368,7 +373,7 @@ template <typename T, int kD, bool kScored> __device__ __forceinline__ void run_
   auto* control = reinterpret_cast<Control<kD>*>(raw + (ring + Shape::kSlots * Shape::kSlotBytes - shared_address(raw)));
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kSlots; ++i) {
-      mbarrier_init(shared_address(&control->full[i]), kCopiers);
+      mbarrier_init(shared_address(&control->full[i]), 1);
       mbarrier_init(shared_address(&control->empty[i]), 4 * Shape::kConsumers);
     }
     for (int i = 0; i < Shape::kQuerySlots; ++i) {
@@ -383,20 +388,20 @@ template <typename T, int kD, bool kScored> __device__ __forceinline__ void run_
   if (warp < 4) {
     give_registers<Shape::kProducerRegisters>();
     if (warp < kCopiers) {
-      CacheCopier<kD>(p, control, ring, warp, lane).run();
+      CacheCopier<kD, kWhole>(p, control, ring, warp, lane).run();
     } else {
       bring_queries<T, kD>(p, control, base, warp, lane);
     }
   } else {
     take_registers<Shape::kConsumerRegisters>();
-    Consumer<T, kD, kScored>(p, control, base, ring, warp / 4 - 1).run();
+    Consumer<T, kD, kWhole, kScored>(p, control, base, ring, warp / 4 - 1).run();
   }
 }
 
 // Only sm_90a has these instructions: for other targets the kernel is empty, and the launcher never starts it there.
-template <typename T, int kD, bool kScored>
+template <typename T, int kD, bool kWhole, bool kScored>
 __global__ void __launch_bounds__(WgmmaShape<kD>::kThreads, 1) prefill_wgmma_kernel(const __grid_constant__ PrefillParams p) {
-  if constexpr (kHasWgmma) run_block<T, kD, kScored>(p);
+  if constexpr (kHasWgmma) run_block<T, kD, kWhole, kScored>(p);
 }
 
 #ifndef __CUDACC_RTC__  // the host's part
@@ -459,26 +464,30 @@ int device_attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
+// A (block, head) that is one run of memory, whole groups of 8 keys and whole atoms: one copy brings all of it.
+bool has_whole_blocks(const PagedAttention& args, int head_size, int copy_rows) {
+  bool whole = args.key_cache.shape[3] == head_size && copy_rows % 8 == 0;
+  for (const TensorView& cache : {args.key_cache, args.value_cache}) {
+    whole = whole && cache.strides[1] == cache.shape[2] * cache.shape[3];
+  }
+  return whole;
+}
+
 template <typename T, int kD>
 void launch_tiles(const PagedAttention& args, const AttentionParams& params, PrefillParams& p, Stream stream) {
   using Shape = WgmmaShape<kD>;
   const AttentionParams& a = p.attention;
   const int64_t items = plan_rows(args, params, Shape::kRows, kOp, p);
-  const int keys = args.variant.kernel != nullptr ? args.variant.keys : Shape::kKeys;
-  p.copy_rows = std::gcd(static_cast<int>(a.block_size.value), keys);
-  p.whole_copies = a.head_size == kD && p.copy_rows % 8 == 0;
-  for (const TensorView& cache : {args.key_cache, args.value_cache}) {
-    p.whole_copies = p.whole_copies && cache.strides[1] == cache.shape[2] * cache.shape[3];
-  }
-  p.keys = p.whole_copies ? whole_map(args.key_cache, p.copy_rows) : atom_map(args.key_cache, p.copy_rows);
-  p.values = p.whole_copies ? whole_map(args.value_cache, p.copy_rows) : atom_map(args.value_cache, p.copy_rows);
-  p.atom_bytes = p.whole_copies ? kAtomGroup : keys * kAtomRow;
-  p.group_bytes = p.whole_copies ? Shape::kAtoms * kAtomGroup : kAtomGroup;
+  p.copy_rows = std::gcd(static_cast<int>(a.block_size.value), args.variant.kernel != nullptr ? args.variant.keys : Shape::kKeys);
+  const bool whole = has_whole_blocks(args, kD, p.copy_rows);
+  p.keys = whole ? whole_map(args.key_cache, p.copy_rows) : atom_map(args.key_cache, p.copy_rows);
+  p.values = whole ? whole_map(args.value_cache, p.copy_rows) : atom_map(args.value_cache, p.copy_rows);
   const int64_t blocks = std::min<int64_t>(items, device_attribute(cudaDevAttrMultiProcessorCount, args.query.device));
   if (args.variant.kernel != nullptr) return launch_variant(kOp, args.variant, blocks, stream, p);
   const bool plain = a.softcap <= 0.0f && a.alibi_slopes == nullptr && a.scale > 0.0f;
-  launch(kOp, plain ? prefill_wgmma_kernel<T, kD, false> : prefill_wgmma_kernel<T, kD, true>, blocks, Shape::kThreads,
-         shared_bytes<kD>(), stream, p);
+  const auto kernel = whole ? plain ? prefill_wgmma_kernel<T, kD, true, false> : prefill_wgmma_kernel<T, kD, true, true>
+                            : plain ? prefill_wgmma_kernel<T, kD, false, false> : prefill_wgmma_kernel<T, kD, false, true>;
+  launch(kOp, kernel, blocks, Shape::kThreads, shared_bytes<kD>(), stream, p);
 }
 
 template <typename T>
