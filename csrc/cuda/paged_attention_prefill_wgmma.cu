@@ -136,9 +136,13 @@ template <typename T, int kD, bool kWhole, bool kScored> class Consumer {
   __device__ __forceinline__ void release_queries() { mbarrier_arrive(shared_address(&control_->queries_empty[plan_.slot])); }
   __device__ __forceinline__ void wait_full(const Place<Shape::kSlots>& place) {
     mbarrier_wait(shared_address(&control_->full[place.slot]), place.parity);
+    if constexpr (kThreadCopies<kD, kWhole>) async_proxy_fence();
   }
   __device__ __forceinline__ void release_slot(const Place<Shape::kSlots>& place) {
-    release(shared_address(&control_->empty[place.slot]));
+    const uint32_t empty = shared_address(&control_->empty[place.slot]);
+    if constexpr (kCluster == 1) return release(empty);
+    __syncwarp();
+    if (lane_ < kCluster) mbarrier_arrive_remote(empty, lane_);
   }
 
   __device__ __forceinline__ uint32_t slot_address(const Place<Shape::kSlots>& place) const {
@@ -199,8 +203,9 @@ template <typename T, int kD, bool kWhole, bool kScored> class Consumer {
     wgmma_wait<0>();
     pin(scores_);
     release_slot(keys);
-    float rescale[2];
-    softmax<true>(first, rescale);
+    float rescale[2], reference[2];
+    softmax_maxima<true>(first, rescale, reference);
+    softmax_exponentials(rescale, reference);
     pack_weights();
   }
 
@@ -211,8 +216,10 @@ template <typename T, int kD, bool kWhole, bool kScored> class Consumer {
     const Place<Shape::kSlots> values = ring_place_;
     ring_place_.next();
     const uint32_t keys_slot = slot_address(keys), values_slot = slot_address(values);
-    wait_full(keys);
-    wait_full(values);
+    if (!RESEARCH_ENGINE_PREFILL_ONE_WAITS || group_ == 0) {
+      wait_full(keys);
+      wait_full(values);
+    }
     block_barrier_sync(kTurnBarrier + group_, 2 * kGroupThreads);
     pin(scores_);
     pin(out_);
@@ -224,15 +231,31 @@ template <typename T, int kD, bool kWhole, bool kScored> class Consumer {
     wgmma_wait<1>();
     pin(scores_);
     release_slot(keys);
-    float rescale[2];
-    softmax<kMask>(tile_.start + t * Shape::kKeys, rescale);
-    finish_before(sum_[0] + sum_[1]);
+    float rescale[2], reference[2];
+    softmax_maxima<kMask>(tile_.start + t * Shape::kKeys, rescale, reference);
+#if RESEARCH_ENGINE_PREFILL_EARLY == 1
+    finish_before(rescale[0] + rescale[1]);
+#elif RESEARCH_ENGINE_PREFILL_EARLY == 2
+#else
+    softmax_exponentials(rescale, reference);
+    finish_before(-sum_[0] - sum_[1]);
+#endif
     wgmma_wait<0>();
     pin(out_);
     release_slot(values);
+#if RESEARCH_ENGINE_PREFILL_EARLY
+    softmax_exponentials(rescale, reference);
+#endif
     pack_weights();
+#if RESEARCH_ENGINE_PREFILL_LAZY
+    if (__any_sync(0xffffffffu, (rescale[0] != 1.0f) | (rescale[1] != 1.0f))) {
+#pragma unroll
+      for (int i = 0; i < kD / 2; ++i) out_[i] *= rescale[i / 2 % 2];
+    }
+#else
 #pragma unroll
     for (int i = 0; i < kD / 2; ++i) out_[i] *= rescale[i / 2 % 2];
+#endif
   }
 
   // The values of tile 0.
@@ -250,8 +273,9 @@ template <typename T, int kD, bool kWhole, bool kScored> class Consumer {
     release_slot(values);
   }
 
-  // Scores of the keys from `first` on to weights, in place; the factor by which what was summed so far shrinks.
-  template <bool kMask> __device__ __forceinline__ void softmax(int first, float (&rescale)[2]) {
+  // The scores of the keys from `first` on, masked; each row's maximum so far, in base 2, and the factor by which what was summed
+  // before shrinks.
+  template <bool kMask> __device__ __forceinline__ void softmax_maxima(int first, float (&rescale)[2], float (&reference)[2]) {
     const AttentionParams& a = p_.attention;
     constexpr int kCount = Shape::kKeys / 2;
     if constexpr (kScored) {
@@ -294,18 +318,26 @@ template <typename T, int kD, bool kWhole, bool kScored> class Consumer {
       float top = fmaxf(tops[0], tops[1]);
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-      const float reference = finite_top(top) * factor_;
+      reference[half] = finite_top(top) * factor_;
       // Rounded as `reference` is: fused with the subtraction, a tile that brings no new maximum would not give 1 exactly, and a
       // row's bits would depend on how many such tiles its neighbours need.
-      rescale[half] = exp2_fast(__fmul_rn(top_[half], factor_) - reference);
+      rescale[half] = exp2_fast(__fmul_rn(top_[half], factor_) - reference[half]);
       top_[half] = top;
+    }
+  }
+
+  // Scores to weights, in place, and their sums.
+  __device__ __forceinline__ void softmax_exponentials(const float (&rescale)[2], const float (&reference)[2]) {
+    constexpr int kCount = Shape::kKeys / 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
       float sums[2] = {sum_[half] * rescale[half], 0.0f};
 #pragma unroll
       for (int i = 0; i < kCount / 4; ++i) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& s = scores_[4 * i + 2 * half + e];
-          s = exp2_fast(s * factor_ - reference);
+          s = exp2_fast(s * factor_ - reference[half]);
           sums[e] += s;
         }
       }
@@ -373,8 +405,8 @@ template <typename T, int kD, bool kWhole, bool kScored> __device__ __forceinlin
   auto* control = reinterpret_cast<Control<kD>*>(raw + (ring + Shape::kSlots * Shape::kSlotBytes - shared_address(raw)));
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kSlots; ++i) {
-      mbarrier_init(shared_address(&control->full[i]), 1);
-      mbarrier_init(shared_address(&control->empty[i]), 4 * Shape::kConsumers);
+      mbarrier_init(shared_address(&control->full[i]), kThreadCopies<kD, kWhole> ? 32 * kCopiers : 1);
+      mbarrier_init(shared_address(&control->empty[i]), 4 * Shape::kConsumers * kCluster);
     }
     for (int i = 0; i < Shape::kQuerySlots; ++i) {
       mbarrier_init(shared_address(&control->planned[i]), 1);
@@ -383,7 +415,11 @@ template <typename T, int kD, bool kWhole, bool kScored> __device__ __forceinlin
     }
     mbarrier_init_fence();
   }
-  __syncthreads();
+  if constexpr (kCluster > 1) {
+    cluster_barrier();
+  } else {
+    __syncthreads();
+  }
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
   if (warp < 4) {
     give_registers<Shape::kProducerRegisters>();
@@ -396,6 +432,7 @@ template <typename T, int kD, bool kWhole, bool kScored> __device__ __forceinlin
     take_registers<Shape::kConsumerRegisters>();
     Consumer<T, kD, kWhole, kScored>(p, control, base, ring, warp / 4 - 1).run();
   }
+  if constexpr (kCluster > 1) cluster_barrier();  // nobody leaves while others send to it
 }
 
 // Only sm_90a has these instructions: for other targets the kernel is empty, and the launcher never starts it there.
@@ -473,21 +510,45 @@ bool has_whole_blocks(const PagedAttention& args, int head_size, int copy_rows) 
   return whole;
 }
 
+#if RESEARCH_ENGINE_PREFILL_CLUSTER > 1 && !defined(EMULATE)
+void launch_clusters(void (*kernel)(PrefillParams), int64_t blocks, int threads, int shared_bytes, Stream stream, const PrefillParams& p) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), kOp);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = kCluster;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kernel, p), kOp);
+}
+#endif
+
 template <typename T, int kD>
 void launch_tiles(const PagedAttention& args, const AttentionParams& params, PrefillParams& p, Stream stream) {
   using Shape = WgmmaShape<kD>;
   const AttentionParams& a = p.attention;
-  const int64_t items = plan_rows(args, params, Shape::kRows, kOp, p);
+  const int64_t items = plan_rows(args, params, kCluster * Shape::kRows, kOp, p) * kCluster;
   p.copy_rows = std::gcd(static_cast<int>(a.block_size.value), args.variant.kernel != nullptr ? args.variant.keys : Shape::kKeys);
   const bool whole = has_whole_blocks(args, kD, p.copy_rows);
   p.keys = whole ? whole_map(args.key_cache, p.copy_rows) : atom_map(args.key_cache, p.copy_rows);
   p.values = whole ? whole_map(args.value_cache, p.copy_rows) : atom_map(args.value_cache, p.copy_rows);
-  const int64_t blocks = std::min<int64_t>(items, device_attribute(cudaDevAttrMultiProcessorCount, args.query.device));
+  const int64_t blocks =
+      std::min<int64_t>(items, device_attribute(cudaDevAttrMultiProcessorCount, args.query.device)) / kCluster * kCluster;
+  if constexpr (kCluster > 1) p.counters = nullptr;
   if (args.variant.kernel != nullptr) return launch_variant(kOp, args.variant, blocks, stream, p);
   const bool plain = a.softcap <= 0.0f && a.alibi_slopes == nullptr && a.scale > 0.0f;
   const auto kernel = whole ? plain ? prefill_wgmma_kernel<T, kD, true, false> : prefill_wgmma_kernel<T, kD, true, true>
                             : plain ? prefill_wgmma_kernel<T, kD, false, false> : prefill_wgmma_kernel<T, kD, false, true>;
+#if RESEARCH_ENGINE_PREFILL_CLUSTER > 1
+  launch_clusters(kernel, blocks, Shape::kThreads, shared_bytes<kD>(), stream, p);
+#else
   launch(kOp, kernel, blocks, Shape::kThreads, shared_bytes<kD>(), stream, p);
+#endif
 }
 
 template <typename T>

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "cluster.cuh"
 #include "mma.cuh"
 #include "paged_attention.cuh"
 #include "prefill_plan.cuh"
@@ -24,8 +25,28 @@ constexpr int kGroupRows = 64;      // of a consumer's tile
 #ifndef RESEARCH_ENGINE_PREFILL_SLOTS  // tiles that the ring has at most
 #define RESEARCH_ENGINE_PREFILL_SLOTS 8
 #endif
+#ifndef RESEARCH_ENGINE_PREFILL_CLUSTER
+#define RESEARCH_ENGINE_PREFILL_CLUSTER 1
+#endif
+#ifndef RESEARCH_ENGINE_PREFILL_THREAD_COPIES
+#define RESEARCH_ENGINE_PREFILL_THREAD_COPIES 0
+#endif
+#ifndef RESEARCH_ENGINE_PREFILL_NO_COPIES
+#define RESEARCH_ENGINE_PREFILL_NO_COPIES 0
+#endif
+#ifndef RESEARCH_ENGINE_PREFILL_LAZY
+#define RESEARCH_ENGINE_PREFILL_LAZY 0
+#endif
+#ifndef RESEARCH_ENGINE_PREFILL_ONE_WAITS
+#define RESEARCH_ENGINE_PREFILL_ONE_WAITS 0
+#endif
+#ifndef RESEARCH_ENGINE_PREFILL_EARLY
+#define RESEARCH_ENGINE_PREFILL_EARLY 1
+#endif
+constexpr int kCluster = RESEARCH_ENGINE_PREFILL_CLUSTER;
+template <int kD, bool kWhole> constexpr bool kThreadCopies = RESEARCH_ENGINE_PREFILL_THREAD_COPIES && kD == 128 && kWhole;
 constexpr int kCopiers = RESEARCH_ENGINE_PREFILL_COPIERS;
-static_assert(kCopiers >= 1 && kCopiers <= 2);
+static_assert(kCopiers >= 1 && kCopiers <= 3);
 
 // Sizes for heads of up to kD elements.
 template <int kD> struct WgmmaShape {
@@ -90,7 +111,7 @@ template <int kD, bool kWhole> class CacheCopier {
 
  public:
   __device__ __forceinline__ CacheCopier(const PrefillParams& p, Control<kD>* control, uint32_t ring, int warp, int lane)
-      : p_(p), control_(control), ring_(ring), lane_(lane), keys_(warp == 0), values_(warp == kCopiers - 1) {}
+      : p_(p), control_(control), ring_(ring), warp_(warp), lane_(lane), keys_(kThreadCopies<kD, kWhole> || warp == 0), values_(kThreadCopies<kD, kWhole> || warp == kCopiers - 1) {}
 
   __device__ __forceinline__ void run() {
     Place<Shape::kQuerySlots> plan;
@@ -138,16 +159,25 @@ template <int kD, bool kWhole> class CacheCopier {
   __device__ __forceinline__ void copy(const CUtensorMap* map, int step, int block) {
     const AttentionParams& a = p_.attention;
     const int block_size = static_cast<int>(a.block_size.value);
+    if constexpr (kThreadCopies<kD, kWhole>) return copy_by_threads(map == &p_.values, step, block);
     const int keys = min(Shape::kKeys, tile_.seq_len - key_of(step, 0));
     const uint32_t full = shared_address(&control_->full[place_.slot]);
     const uint32_t slot = ring_ + place_.slot * Shape::kSlotBytes;
     mbarrier_wait(shared_address(&control_->empty[place_.slot]), place_.parity ^ 1);
+#if RESEARCH_ENGINE_PREFILL_NO_COPIES
+    if (lane_ == 0) mbarrier_arrive(full);
+    return;
+#endif
     if (lane_ == 0) mbarrier_arrive_expect(full, ((keys + p_.copy_rows - 1) & ~(p_.copy_rows - 1)) * Shape::kAtoms * kAtomRow);
     __syncwarp();
     for (int copy = lane_; copy * p_.copy_rows < keys; copy += 32) {
       if (copy >= 32) block = block_of(step, copy);
       const int key = key_of(step, copy), row = key - a.block_size.divide(key) * block_size;
-      if constexpr (kWhole) {
+      if constexpr (kWhole && kCluster == 2) {
+        if (copy % 2 != cluster_rank()) continue;
+        tensor_copy_both(slot + copy * p_.copy_rows * (Layout::kGroupBytes / 8), map, full, 0, 0, 0,
+                         tile_.kv_head * (block_size / 8) + row / 8, block);
+      } else if constexpr (kWhole) {
         tensor_copy(slot + copy * p_.copy_rows * (Layout::kGroupBytes / 8), map, full, 0, 0, 0,
                     tile_.kv_head * (block_size / 8) + row / 8, block);
       } else {
@@ -160,10 +190,39 @@ template <int kD, bool kWhole> class CacheCopier {
     }
   }
 
+  __device__ __forceinline__ void copy_by_threads(bool values, int step, int block) {
+    const AttentionParams& a = p_.attention;
+    const int keys = min(Shape::kKeys, tile_.seq_len - key_of(step, 0));
+    const uint32_t full = shared_address(&control_->full[place_.slot]);
+    const uint32_t slot = ring_ + place_.slot * Shape::kSlotBytes;
+    const char* cache = static_cast<const char*>(values ? a.value_cache : a.key_cache);
+    const int64_t stride = (values ? a.value_block_stride : a.key_block_stride) * 2;
+    cache += tile_.kv_head * (values ? a.value_head_stride : a.key_head_stride) * 2 + lane_ * 16;
+    const int key = key_of(step, lane_), row = key - a.block_size.divide(key) * static_cast<int>(a.block_size.value);
+    uint32_t offset[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = 2 * i + lane_ / 16, chunk = lane_ % 16;
+      offset[i] = slot + chunk / 8 * kAtomGroup + r * kAtomRow + ((chunk ^ r) & 7) * 16;
+    }
+    mbarrier_wait(shared_address(&control_->empty[place_.slot]), place_.parity ^ 1);
+    for (int piece = warp_; piece * 16 < keys; piece += kCopiers) {
+      const int copy = piece * 16 / p_.copy_rows;
+      const int64_t id = __shfl_sync(0xffffffffu, block, copy);
+      const int first = __shfl_sync(0xffffffffu, row, copy) + piece * 16 % p_.copy_rows;
+      const char* from = cache + id * stride + first * (kD * 2);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        copy_async_16(offset[i % 4] + (piece * 2 + i / 4) * Layout::kGroupBytes, from + i * 512, true);
+      }
+    }
+    mbarrier_arrive_copies(full);
+  }
+
   const PrefillParams& p_;
   Control<kD>* control_;
   uint32_t ring_;
-  int lane_;
+  int warp_, lane_;
   bool keys_, values_;  // what this warp brings
   Tile tile_;
   Place<Shape::kSlots> place_;
@@ -171,7 +230,7 @@ template <int kD, bool kWhole> class CacheCopier {
 
 // The block's next item of work: its own number first, then from the counter, or to and fro: 0 1 2 | 5 4 3 | 6 7 8 | ...
 __device__ __forceinline__ int deal(const PrefillParams& p, int round, int lane) {
-  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+  const int blocks = static_cast<int>(gridDim.x) / kCluster, block = static_cast<int>(blockIdx.x) / kCluster;
   if (round == 0) return block;
   if (p.counters == nullptr) return round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
   int dealt = 0;
@@ -202,7 +261,8 @@ __device__ __forceinline__ void bring_queries(const PrefillParams& p, Control<kD
       int item;
       do {
         item = deal(p, round++, lane);
-      } while (item < p.tiles * a.num_kv_heads && !plan_tile<Shape::kRows, Shape::kKeys>(p, item, lane, tile));
+      } while (item < p.tiles * a.num_kv_heads && !plan_tile<kCluster * Shape::kRows, Shape::kKeys>(p, item, lane, tile));
+      if constexpr (kCluster > 1) tile.first_row += cluster_rank() * Shape::kRows;
       if (item >= p.tiles * a.num_kv_heads) tile.steps = -1;
       if (lane == 0) {
         control->tile[place.slot] = tile;

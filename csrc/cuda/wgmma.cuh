@@ -121,10 +121,10 @@ template <int kCount> __device__ __forceinline__ void pin(uint32_t (&values)[kCo
     asm volatile("" : "+r"(values[i][0]), "+r"(values[i][1]), "+r"(values[i][2]), "+r"(values[i][3])::"memory");
   }
 }
-// Ends a basic block once `value`, which is never negative, is there. The assembler moves a wait for products up over arithmetic
+// Ends a basic block once `value`, which is never above 2, is there. The assembler moves a wait for products up over arithmetic
 // that does not depend on them; it cannot move it over this.
 __device__ __forceinline__ void finish_before(float value) {
-  asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p trap;\n}" ::"f"(value) : "memory");
+  asm volatile("{\n.reg .pred p;\nsetp.gt.f32 p, %0, 0f40000000;\n@p trap;\n}" ::"f"(value) : "memory");
 }
 
 // A value that is the same in all lanes, in a register of the warp instead of one of each lane: descriptions of operands and
@@ -187,6 +187,27 @@ __device__ __forceinline__ void tensor_copy(uint32_t destination, const CUtensor
           destination),
       "l"(map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
       : "memory");
+}
+// The same box to the same place in both blocks of a cluster, counting towards the barrier that each has at that address.
+__device__ __forceinline__ void tensor_copy_both(uint32_t destination, const CUtensorMap* map, uint32_t barrier, int x0, int x1,
+                                                 int x2, int x3, int x4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(destination),
+      "l"(map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
+// Arrives at the barrier that block `rank` of the cluster has at that address.
+__device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier, int rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+// Arrives once all copies (cp.async) that this thread has issued are there.
+__device__ __forceinline__ void mbarrier_arrive_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
