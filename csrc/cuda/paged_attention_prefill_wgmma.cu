@@ -160,11 +160,18 @@ template <typename T, int kD, bool kWhole, bool kScored> class Consumer {
     wgmma_commit();
   }
 
-  // O += P V, issued and committed.
-  __device__ __forceinline__ void multiply_values(uint32_t slot) {
+  __device__ __forceinline__ void pass_turn() {
+    block_barrier_arrive(kTurnBarrier + (group_ + 1 == Shape::kConsumers ? 0 : group_ + 1), 2 * kGroupThreads);
+  }
+
+  // O += P V, issued and committed. kPass: the turn passes before the last product, which hides the other's way there.
+  template <bool kPass> __device__ __forceinline__ void multiply_values(uint32_t slot) {
     const uint64_t b = operand(slot, Layout::kAtomBytes, Layout::kGroupBytes);
 #pragma unroll
-    for (int k = 0; k < Shape::kKeys / 16; ++k) Output::registers_shared(out_, weights_[k], advance(b, k * 2 * Layout::kGroupBytes));
+    for (int k = 0; k < Shape::kKeys / 16; ++k) {
+      if (kPass && k == Shape::kKeys / 16 - RESEARCH_ENGINE_PREFILL_PASS) pass_turn();
+      Output::registers_shared(out_, weights_[k], advance(b, k * 2 * Layout::kGroupBytes));
+    }
     wgmma_commit();
   }
 
@@ -226,8 +233,8 @@ template <typename T, int kD, bool kWhole, bool kScored> class Consumer {
     pin(weights_);
     wgmma_fence();
     multiply_keys(keys_slot);
-    multiply_values(values_slot);
-    block_barrier_arrive(kTurnBarrier + (group_ + 1 == Shape::kConsumers ? 0 : group_ + 1), 2 * kGroupThreads);
+    multiply_values<true>(values_slot);
+    if (RESEARCH_ENGINE_PREFILL_PASS == 0) pass_turn();
     wgmma_wait<1>();
     pin(scores_);
     release_slot(keys);
@@ -267,7 +274,7 @@ template <typename T, int kD, bool kWhole, bool kScored> class Consumer {
     pin(out_);
     pin(weights_);
     wgmma_fence();
-    multiply_values(slot_address(values));
+    multiply_values<false>(slot_address(values));
     wgmma_wait<0>();
     pin(out_);
     release_slot(values);
@@ -410,6 +417,8 @@ template <typename T, int kD, bool kWhole, bool kScored> __device__ __forceinlin
     }
     for (int i = 0; i < Shape::kQuerySlots; ++i) {
       mbarrier_init(shared_address(&control->planned[i]), 1);
+      mbarrier_init(shared_address(&control->dealt[i]), 1);
+      mbarrier_init(shared_address(&control->taken[i]), 1);
       mbarrier_init(shared_address(&control->queries_full[i]), 4 - kCopiers);
       mbarrier_init(shared_address(&control->queries_empty[i]), 128 * Shape::kConsumers + 32 * kCopiers);
     }
@@ -539,7 +548,6 @@ void launch_tiles(const PagedAttention& args, const AttentionParams& params, Pre
   p.values = whole ? whole_map(args.value_cache, p.copy_rows) : atom_map(args.value_cache, p.copy_rows);
   const int64_t blocks =
       std::min<int64_t>(items, device_attribute(cudaDevAttrMultiProcessorCount, args.query.device)) / kCluster * kCluster;
-  if constexpr (kCluster > 1) p.counters = nullptr;
   if (args.variant.kernel != nullptr) return launch_variant(kOp, args.variant, blocks, stream, p);
   const bool plain = a.softcap <= 0.0f && a.alibi_slopes == nullptr && a.scale > 0.0f;
   const auto kernel = whole ? plain ? prefill_wgmma_kernel<T, kD, true, false> : prefill_wgmma_kernel<T, kD, true, true>

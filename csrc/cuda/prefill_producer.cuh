@@ -40,6 +40,9 @@ constexpr int kGroupRows = 64;      // of a consumer's tile
 #ifndef RESEARCH_ENGINE_PREFILL_ONE_WAITS
 #define RESEARCH_ENGINE_PREFILL_ONE_WAITS 0
 #endif
+#ifndef RESEARCH_ENGINE_PREFILL_PASS
+#define RESEARCH_ENGINE_PREFILL_PASS 0
+#endif
 #ifndef RESEARCH_ENGINE_PREFILL_EARLY
 #define RESEARCH_ENGINE_PREFILL_EARLY 1
 #endif
@@ -76,7 +79,9 @@ template <int kD> struct Control {
   using Shape = WgmmaShape<kD>;
   uint64_t full[Shape::kSlots], empty[Shape::kSlots];
   uint64_t planned[Shape::kQuerySlots], queries_full[Shape::kQuerySlots], queries_empty[Shape::kQuerySlots];
+  uint64_t dealt[Shape::kQuerySlots], taken[Shape::kQuerySlots];  // of a cluster: an item is at its second block, and was read
   Tile tile[Shape::kQuerySlots];
+  int item[Shape::kQuerySlots];
 };
 
 template <int kD> constexpr int shared_bytes() {  // the base is moved to a multiple of 1,024
@@ -242,7 +247,7 @@ __device__ __forceinline__ int deal(const PrefillParams& p, int round, int lane)
 __device__ __forceinline__ void end_dealing(const PrefillParams& p) {
   if (p.counters == nullptr) return;
   __threadfence();
-  if (atomicAdd(p.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) p.counters[0] = p.counters[1] = 0;
+  if (atomicAdd(p.counters + 1, 1) == static_cast<int>(gridDim.x) / kCluster - 1) p.counters[0] = p.counters[1] = 0;
 }
 
 // The other producer warps: the first plans, all bring queries.
@@ -259,10 +264,28 @@ __device__ __forceinline__ void bring_queries(const PrefillParams& p, Control<kD
       mbarrier_wait(shared_address(&control->queries_empty[place.slot]), place.parity ^ 1);
       Tile tile{};
       int item;
-      do {
-        item = deal(p, round++, lane);
-      } while (item < p.tiles * a.num_kv_heads && !plan_tile<kCluster * Shape::kRows, Shape::kKeys>(p, item, lane, tile));
-      if constexpr (kCluster > 1) tile.first_row += cluster_rank() * Shape::kRows;
+      if (kCluster == 1 || cluster_rank() == 0) {
+        do {
+          item = deal(p, round++, lane);
+        } while (item < p.tiles * a.num_kv_heads && !plan_tile<kCluster * Shape::kRows, Shape::kKeys>(p, item, lane, tile));
+      }
+      if constexpr (kCluster > 1) {  // the first block deals for both
+        const uint32_t dealt = shared_address(&control->dealt[place.slot]), taken = shared_address(&control->taken[place.slot]);
+        if (cluster_rank() == 0) {
+          mbarrier_wait_cluster(taken, place.parity ^ 1);
+          if (lane == 0) {
+            store_remote(shared_address(&control->item[place.slot]), 1, item);
+            mbarrier_arrive_remote(dealt, 1);
+          }
+        } else {
+          mbarrier_wait_cluster(dealt, place.parity);
+          item = control->item[place.slot];
+          __syncwarp();
+          if (lane == 0) mbarrier_arrive_remote(taken, 0);
+          if (item < p.tiles * a.num_kv_heads) plan_tile<kCluster * Shape::kRows, Shape::kKeys>(p, item, lane, tile);
+        }
+        tile.first_row += cluster_rank() * Shape::kRows;
+      }
       if (item >= p.tiles * a.num_kv_heads) tile.steps = -1;
       if (lane == 0) {
         control->tile[place.slot] = tile;
@@ -294,7 +317,7 @@ __device__ __forceinline__ void bring_queries(const PrefillParams& p, Control<kD
     if (tile.steps < 0) break;
     place.next();
   }
-  if (warp == kCopiers && lane == 0) end_dealing(p);
+  if (warp == kCopiers && lane == 0 && (kCluster == 1 || cluster_rank() == 0)) end_dealing(p);
 }
 
 }  // namespace research_engine::cuda::prefill

@@ -205,6 +205,22 @@ __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier, int ran
       "r"(rank)
       : "memory");
 }
+// Waits for a phase that another block of the cluster ends, and sees what it wrote before.
+__device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+  uint32_t done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  }
+}
+__device__ __forceinline__ void store_remote(uint32_t address, int rank, int value) {
+  asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nst.shared::cluster.b32 [remote], %2;\n}" ::"r"(address),
+               "r"(rank), "r"(value)
+               : "memory");
+}
 // Arrives once all copies (cp.async) that this thread has issued are there.
 __device__ __forceinline__ void mbarrier_arrive_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
