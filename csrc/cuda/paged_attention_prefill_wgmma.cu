@@ -47,9 +47,8 @@ constexpr const char* kOp = "paged_attention (path prefill, wgmma)";
 
 // A consumer warpgroup: 64 rows of every tile. kScored: softcap, ALiBi or an unusual scale, so that scores are computed before
 // their maximum; otherwise the scale is folded into the exponent.
-template <typename T, int kD, bool kWhole, bool kScored> class Consumer {
+template <typename T, int kD, bool kScored> class Consumer {
   using Shape = WgmmaShape<kD>;
-  using Layout = TileLayout<kD, kWhole>;
   using Scores = Wgmma<T, Shape::kKeys>;
   using Output = Wgmma<T, kD>;
   static constexpr int kConsumerThreads = Shape::kConsumers * kGroupThreads;
@@ -136,7 +135,7 @@ template <typename T, int kD, bool kWhole, bool kScored> class Consumer {
   __device__ __forceinline__ void release_queries() { mbarrier_arrive(shared_address(&control_->queries_empty[plan_.slot])); }
   __device__ __forceinline__ void wait_full(const Place<Shape::kSlots>& place) {
     mbarrier_wait(shared_address(&control_->full[place.slot]), place.parity);
-    if constexpr (kThreadCopies<kD, kWhole>) async_proxy_fence();
+    if constexpr (kThreadCopies<kD>) async_proxy_fence();
   }
   __device__ __forceinline__ void release_slot(const Place<Shape::kSlots>& place) {
     const uint32_t empty = shared_address(&control_->empty[place.slot]);
@@ -151,11 +150,11 @@ template <typename T, int kD, bool kWhole, bool kScored> class Consumer {
 
   // S = Q K^T, issued and committed.
   __device__ __forceinline__ void multiply_keys(uint32_t slot) {
-    const uint64_t a = operand(rows_, 16, kAtomGroup), b = operand(slot, 16, Layout::kGroupBytes);
+    const uint64_t a = operand(rows_, 16, kAtomGroup), b = operand(slot, 16, Shape::kTileGroup);
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) {
       Scores::shared_shared(scores_, advance(a, k / 4 * Shape::kQueryAtom + k % 4 * 32),
-                            advance(b, k / 4 * Layout::kAtomBytes + k % 4 * 32), k > 0);
+                            advance(b, k / 4 * Shape::kTileAtom + k % 4 * 32), k > 0);
     }
     wgmma_commit();
   }
@@ -166,11 +165,11 @@ template <typename T, int kD, bool kWhole, bool kScored> class Consumer {
 
   // O += P V, issued and committed. kPass: the turn passes before the last product, which hides the other's way there.
   template <bool kPass> __device__ __forceinline__ void multiply_values(uint32_t slot) {
-    const uint64_t b = operand(slot, Layout::kAtomBytes, Layout::kGroupBytes);
+    const uint64_t b = operand(slot, Shape::kTileAtom, Shape::kTileGroup);
 #pragma unroll
     for (int k = 0; k < Shape::kKeys / 16; ++k) {
       if (kPass && k == Shape::kKeys / 16 - RESEARCH_ENGINE_PREFILL_PASS) pass_turn();
-      Output::registers_shared(out_, weights_[k], advance(b, k * 2 * Layout::kGroupBytes));
+      Output::registers_shared(out_, weights_[k], advance(b, k * 2 * Shape::kTileGroup));
     }
     wgmma_commit();
   }
@@ -182,7 +181,7 @@ template <typename T, int kD, bool kWhole, bool kScored> class Consumer {
     for (int i = threadIdx.x - kGroupThreads; i < Shape::kKeys * kChunks; i += kConsumerThreads) {
       const int row = i / kChunks, chunk = i % kChunks;
       if (first + row >= begin && first + row < end) continue;
-      clear_shared_16(ring_ + place.slot * Shape::kSlotBytes + chunk / 8 * Layout::kAtomBytes + row / 8 * Layout::kGroupBytes +
+      clear_shared_16(ring_ + place.slot * Shape::kSlotBytes + chunk / 8 * Shape::kTileAtom + row / 8 * Shape::kTileGroup +
                       row % 8 * kAtomRow + chunk % 8 * 16);
     }
     async_proxy_fence();
@@ -404,7 +403,7 @@ template <typename T, int kD, bool kWhole, bool kScored> class Consumer {
   uint32_t weights_[Shape::kKeys / 16][4];
 };
 
-template <typename T, int kD, bool kWhole, bool kScored> __device__ __forceinline__ void run_block(const PrefillParams& p) {
+template <typename T, int kD, bool kScored> __device__ __forceinline__ void run_block(const PrefillParams& p) {
   using Shape = WgmmaShape<kD>;
   extern __shared__ char raw[];
   const uint32_t base = (shared_address(raw) + 1023) / 1024 * 1024;
@@ -412,7 +411,7 @@ template <typename T, int kD, bool kWhole, bool kScored> __device__ __forceinlin
   auto* control = reinterpret_cast<Control<kD>*>(raw + (ring + Shape::kSlots * Shape::kSlotBytes - shared_address(raw)));
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kSlots; ++i) {
-      mbarrier_init(shared_address(&control->full[i]), kThreadCopies<kD, kWhole> ? 32 * kCopiers : 1);
+      mbarrier_init(shared_address(&control->full[i]), kThreadCopies<kD> ? 32 * kCopiers : 1);
       mbarrier_init(shared_address(&control->empty[i]), 4 * Shape::kConsumers * kCluster);
     }
     for (int i = 0; i < Shape::kQuerySlots; ++i) {
@@ -433,21 +432,21 @@ template <typename T, int kD, bool kWhole, bool kScored> __device__ __forceinlin
   if (warp < 4) {
     give_registers<Shape::kProducerRegisters>();
     if (warp < kCopiers) {
-      CacheCopier<kD, kWhole>(p, control, ring, warp, lane).run();
+      CacheCopier<kD>(p, control, ring, warp, lane).run();
     } else {
       bring_queries<T, kD>(p, control, base, warp, lane);
     }
   } else {
     take_registers<Shape::kConsumerRegisters>();
-    Consumer<T, kD, kWhole, kScored>(p, control, base, ring, warp / 4 - 1).run();
+    Consumer<T, kD, kScored>(p, control, base, ring, warp / 4 - 1).run();
   }
   if constexpr (kCluster > 1) cluster_barrier();  // nobody leaves while others send to it
 }
 
 // Only sm_90a has these instructions: for other targets the kernel is empty, and the launcher never starts it there.
-template <typename T, int kD, bool kWhole, bool kScored>
+template <typename T, int kD, bool kScored>
 __global__ void __launch_bounds__(WgmmaShape<kD>::kThreads, 1) prefill_wgmma_kernel(const __grid_constant__ PrefillParams p) {
-  if constexpr (kHasWgmma) run_block<T, kD, kWhole, kScored>(p);
+  if constexpr (kHasWgmma) run_block<T, kD, kScored>(p);
 }
 
 #ifndef __CUDACC_RTC__  // the host's part
@@ -543,15 +542,15 @@ void launch_tiles(const PagedAttention& args, const AttentionParams& params, Pre
   const AttentionParams& a = p.attention;
   const int64_t items = plan_rows(args, params, kCluster * Shape::kRows, kOp, p) * kCluster;
   p.copy_rows = std::gcd(static_cast<int>(a.block_size.value), args.variant.kernel != nullptr ? args.variant.keys : Shape::kKeys);
-  const bool whole = has_whole_blocks(args, kD, p.copy_rows);
-  p.keys = whole ? whole_map(args.key_cache, p.copy_rows) : atom_map(args.key_cache, p.copy_rows);
-  p.values = whole ? whole_map(args.value_cache, p.copy_rows) : atom_map(args.value_cache, p.copy_rows);
+  p.whole_copies = has_whole_blocks(args, kD, p.copy_rows);
+  if (!p.whole_copies) p.copy_rows = std::min(p.copy_rows, 8);
+  p.keys = p.whole_copies ? whole_map(args.key_cache, p.copy_rows) : atom_map(args.key_cache, p.copy_rows);
+  p.values = p.whole_copies ? whole_map(args.value_cache, p.copy_rows) : atom_map(args.value_cache, p.copy_rows);
   const int64_t blocks =
       std::min<int64_t>(items, device_attribute(cudaDevAttrMultiProcessorCount, args.query.device)) / kCluster * kCluster;
   if (args.variant.kernel != nullptr) return launch_variant(kOp, args.variant, blocks, stream, p);
   const bool plain = a.softcap <= 0.0f && a.alibi_slopes == nullptr && a.scale > 0.0f;
-  const auto kernel = whole ? plain ? prefill_wgmma_kernel<T, kD, true, false> : prefill_wgmma_kernel<T, kD, true, true>
-                            : plain ? prefill_wgmma_kernel<T, kD, false, false> : prefill_wgmma_kernel<T, kD, false, true>;
+  const auto kernel = plain ? prefill_wgmma_kernel<T, kD, false> : prefill_wgmma_kernel<T, kD, true>;
 #if RESEARCH_ENGINE_PREFILL_CLUSTER > 1
   launch_clusters(kernel, blocks, Shape::kThreads, shared_bytes<kD>(), stream, p);
 #else

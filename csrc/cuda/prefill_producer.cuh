@@ -47,7 +47,7 @@ constexpr int kGroupRows = 64;      // of a consumer's tile
 #define RESEARCH_ENGINE_PREFILL_EARLY 1
 #endif
 constexpr int kCluster = RESEARCH_ENGINE_PREFILL_CLUSTER;
-template <int kD, bool kWhole> constexpr bool kThreadCopies = RESEARCH_ENGINE_PREFILL_THREAD_COPIES && kD == 128 && kWhole;
+template <int kD> constexpr bool kThreadCopies = RESEARCH_ENGINE_PREFILL_THREAD_COPIES && kD == 128;
 constexpr int kCopiers = RESEARCH_ENGINE_PREFILL_COPIERS;
 static_assert(kCopiers >= 1 && kCopiers <= 3);
 
@@ -61,18 +61,12 @@ template <int kD> struct WgmmaShape {
   static constexpr int kConsumerRegisters = kD <= 192 ? 224 : 232;
   static constexpr int kAtoms = kD / 64;
   static constexpr int kQueryBytes = kRows * kD * 2, kQueryAtom = kRows * kAtomRow;
-  static constexpr int kSlotBytes = kKeys * kD * 2;
+  // A tile of keys or values lies in its slot as [keys / 8][atoms of 64 elements][8 keys]: one tensor copy can bring all elements of
+  // a cache block, and the steps between its parts are known when compiling.
+  static constexpr int kTileAtom = kAtomGroup, kTileGroup = kAtoms * kAtomGroup, kSlotBytes = kKeys * kD * 2;
   static constexpr int kQuerySlots = kD <= 192 ? 2 : 1;
   static constexpr int kSlots = std::min(RESEARCH_ENGINE_PREFILL_SLOTS, (224 * 1024 - kQuerySlots * kQueryBytes) / kSlotBytes);
   static_assert(kSlots >= 4, "two tiles of keys in use, two on their way");
-};
-
-// Where a tile of keys lies in its slot: bytes from an atom of 64 elements to the next, and from 8 keys to the next 8.
-//   whole copies   [keys / 8][D / 64][8 keys, 64 elements]: one copy brings all of a block's elements
-//   otherwise      [D / 64][keys, 64 elements]: a copy for every atom
-template <int kD, bool kWhole> struct TileLayout {
-  static constexpr int kAtomBytes = kWhole ? kAtomGroup : WgmmaShape<kD>::kKeys * kAtomRow;
-  static constexpr int kGroupBytes = kWhole ? WgmmaShape<kD>::kAtoms * kAtomGroup : kAtomGroup;
 };
 
 template <int kD> struct Control {
@@ -92,6 +86,7 @@ template <int kD> constexpr int shared_bytes() {  // the base is moved to a mult
 
 struct PrefillParams : PlanParams {  // copy_rows: keys of one tensor copy, a power of two that divides block size and tile
   CUtensorMap keys, values;
+  bool whole_copies;  // a copy brings all elements of its keys; otherwise the 64 of an atom, and at most 8 keys
   int* counters;  // [2]: tiles dealt, blocks done; zero before and after; may be null
 };
 
@@ -110,13 +105,12 @@ template <int kSlots> struct Place {
 // The first producer warps: keys and values of one tile after another, in the order in which the consumers use them. With two of
 // them one brings the keys and the other the values. Every lane has a copy of its own to make, and where it is from is looked up
 // a tile ahead: the instruction that starts a copy takes its operands from registers of the warp, and the way there is the cost.
-template <int kD, bool kWhole> class CacheCopier {
+template <int kD> class CacheCopier {
   using Shape = WgmmaShape<kD>;
-  using Layout = TileLayout<kD, kWhole>;
 
  public:
   __device__ __forceinline__ CacheCopier(const PrefillParams& p, Control<kD>* control, uint32_t ring, int warp, int lane)
-      : p_(p), control_(control), ring_(ring), warp_(warp), lane_(lane), keys_(kThreadCopies<kD, kWhole> || warp == 0), values_(kThreadCopies<kD, kWhole> || warp == kCopiers - 1) {}
+      : p_(p), control_(control), ring_(ring), warp_(warp), lane_(lane), keys_(kThreadCopies<kD> || warp == 0), values_(kThreadCopies<kD> || warp == kCopiers - 1) {}
 
   __device__ __forceinline__ void run() {
     Place<Shape::kQuerySlots> plan;
@@ -164,7 +158,7 @@ template <int kD, bool kWhole> class CacheCopier {
   __device__ __forceinline__ void copy(const CUtensorMap* map, int step, int block) {
     const AttentionParams& a = p_.attention;
     const int block_size = static_cast<int>(a.block_size.value);
-    if constexpr (kThreadCopies<kD, kWhole>) return copy_by_threads(map == &p_.values, step, block);
+    if constexpr (kThreadCopies<kD>) return copy_by_threads(map == &p_.values, step, block);
     const int keys = min(Shape::kKeys, tile_.seq_len - key_of(step, 0));
     const uint32_t full = shared_address(&control_->full[place_.slot]);
     const uint32_t slot = ring_ + place_.slot * Shape::kSlotBytes;
@@ -178,18 +172,18 @@ template <int kD, bool kWhole> class CacheCopier {
     for (int copy = lane_; copy * p_.copy_rows < keys; copy += 32) {
       if (copy >= 32) block = block_of(step, copy);
       const int key = key_of(step, copy), row = key - a.block_size.divide(key) * block_size;
-      if constexpr (kWhole && kCluster == 2) {
-        if (copy % 2 != cluster_rank()) continue;
-        tensor_copy_both(slot + copy * p_.copy_rows * (Layout::kGroupBytes / 8), map, full, 0, 0, 0,
-                         tile_.kv_head * (block_size / 8) + row / 8, block);
-      } else if constexpr (kWhole) {
-        tensor_copy(slot + copy * p_.copy_rows * (Layout::kGroupBytes / 8), map, full, 0, 0, 0,
-                    tile_.kv_head * (block_size / 8) + row / 8, block);
+      const uint32_t target = slot + copy * p_.copy_rows / 8 * Shape::kTileGroup + copy * p_.copy_rows % 8 * kAtomRow;
+      if (p_.whole_copies) {
+        const int group = tile_.kv_head * (block_size / 8) + row / 8;
+        if (kCluster == 1) {
+          tensor_copy(target, map, full, 0, 0, 0, group, block);
+        } else if (copy % 2 == cluster_rank()) {
+          tensor_copy_both(target, map, full, 0, 0, 0, group, block);
+        }
       } else {
 #pragma unroll
         for (int atom = 0; atom < Shape::kAtoms; ++atom) {
-          tensor_copy(slot + copy * p_.copy_rows * kAtomRow + atom * Layout::kAtomBytes, map, full, atom * 64, row, tile_.kv_head,
-                      block);
+          tensor_copy(target + atom * Shape::kTileAtom, map, full, atom * 64, row, tile_.kv_head, block);
         }
       }
     }
@@ -218,7 +212,7 @@ template <int kD, bool kWhole> class CacheCopier {
       const char* from = cache + id * stride + first * (kD * 2);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        copy_async_16(offset[i % 4] + (piece * 2 + i / 4) * Layout::kGroupBytes, from + i * 512, true);
+        copy_async_16(offset[i % 4] + (piece * 2 + i / 4) * Shape::kTileGroup, from + i * 512, true);
       }
     }
     mbarrier_arrive_copies(full);
