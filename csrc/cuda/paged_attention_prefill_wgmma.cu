@@ -4,11 +4,12 @@
 //            walks its keys from the last to the first and never writes a score (FlashAttention-3, Shah et al., 2024).
 // Block      a producer warpgroup and two consumers of 64 rows each; registers move to the consumers.
 //
-//              producer warp 0   K and V of a tile of keys to a ring in shared memory, one tensor copy per cache block (or part
-//                                of it) and 64 elements; rows past the head size arrive as zeros
-//              producer warps 1-3  choose the next tile of rows, and bring its queries while the current tile is computed
-//              consumer          S = Q K'^T of the next keys K' and O += P V of the current ones are issued together; while
-//                                the second runs, the softmax turns S into the next P
+//              producer warps 0, 1  K and V of a tile of keys to a ring in shared memory, one tensor copy per cache block, each
+//                                   issued by a lane of its own; where a head has no whole blocks (D = 80, strides), one for 8 keys
+//                                   and 64 elements, and elements past the head size arrive as zeros
+//              producer warps 2, 3  choose the next tile of rows, and bring its queries while the current tile is computed
+//              consumer             S = Q K'^T of the next keys K' and O += P V of the current ones are issued together; the
+//                                   softmax turns S into the next P
 //
 //            The consumers take turns at issuing ("ping-pong"): one computes exponentials while the other multiplies.
 //
