@@ -43,6 +43,9 @@ constexpr int kGroupRows = 64;      // of a consumer's tile
 #ifndef RESEARCH_ENGINE_PREFILL_PASS
 #define RESEARCH_ENGINE_PREFILL_PASS 0
 #endif
+#ifndef RESEARCH_ENGINE_PREFILL_CONSUMERS
+#define RESEARCH_ENGINE_PREFILL_CONSUMERS 2
+#endif
 #ifndef RESEARCH_ENGINE_PREFILL_EARLY
 #define RESEARCH_ENGINE_PREFILL_EARLY 1
 #endif
@@ -53,12 +56,12 @@ static_assert(kCopiers >= 1 && kCopiers <= 3);
 
 // Sizes for heads of up to kD elements.
 template <int kD> struct WgmmaShape {
-  static constexpr int kConsumers = 2;
+  static constexpr int kConsumers = kD == 128 ? RESEARCH_ENGINE_PREFILL_CONSUMERS : 2;
   static constexpr int kRows = kConsumers * kGroupRows;
   static constexpr int kKeys = RESEARCH_ENGINE_PREFILL_KEYS > 0 ? RESEARCH_ENGINE_PREFILL_KEYS : kD <= 128 ? 128 : 64;
   static constexpr int kThreads = (kConsumers + 1) * kGroupThreads;
-  static constexpr int kProducerRegisters = kD <= 192 ? 56 : 40;  // of the 168 that every thread starts with
-  static constexpr int kConsumerRegisters = kD <= 192 ? 224 : 232;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kD <= 192 ? 56 : 40;  // of the 168 that every thread starts with
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kD <= 192 ? 224 : 232;
   static constexpr int kAtoms = kD / 64;
   static constexpr int kQueryBytes = kRows * kD * 2, kQueryAtom = kRows * kAtomRow;
   // A tile of keys or values lies in its slot as [keys / 8][atoms of 64 elements][8 keys]: one tensor copy can bring all elements of
