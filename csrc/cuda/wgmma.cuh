@@ -121,10 +121,10 @@ template <int kCount> __device__ __forceinline__ void pin(uint32_t (&values)[kCo
     asm volatile("" : "+r"(values[i][0]), "+r"(values[i][1]), "+r"(values[i][2]), "+r"(values[i][3])::"memory");
   }
 }
-// Ends a basic block once `value`, which is never above 2, is there. The assembler moves a wait for products up over arithmetic
+// Ends a basic block once `value`, which is never above 4, is there. The assembler moves a wait for products up over arithmetic
 // that does not depend on them; it cannot move it over this.
 __device__ __forceinline__ void finish_before(float value) {
-  asm volatile("{\n.reg .pred p;\nsetp.gt.f32 p, %0, 0f40000000;\n@p trap;\n}" ::"f"(value) : "memory");
+  asm volatile("{\n.reg .pred p;\nsetp.gt.f32 p, %0, 0f40800000;\n@p trap;\n}" ::"f"(value) : "memory");
 }
 
 // A value that is the same in all lanes, in a register of the warp instead of one of each lane: descriptions of operands and
