@@ -136,13 +136,9 @@ template <typename T, int kD, bool kScored> class Consumer {
   __device__ __forceinline__ void release_queries() { mbarrier_arrive(shared_address(&control_->queries_empty[plan_.slot])); }
   __device__ __forceinline__ void wait_full(const Place<Shape::kSlots>& place) {
     mbarrier_wait(shared_address(&control_->full[place.slot]), place.parity);
-    if constexpr (kThreadCopies<kD>) async_proxy_fence();
   }
   __device__ __forceinline__ void release_slot(const Place<Shape::kSlots>& place) {
-    const uint32_t empty = shared_address(&control_->empty[place.slot]);
-    if constexpr (kCluster == 1) return release(empty);
-    __syncwarp();
-    if (lane_ < kCluster) mbarrier_arrive_remote(empty, lane_);
+    release(shared_address(&control_->empty[place.slot]));
   }
 
   __device__ __forceinline__ uint32_t slot_address(const Place<Shape::kSlots>& place) const {
@@ -160,18 +156,11 @@ template <typename T, int kD, bool kScored> class Consumer {
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void pass_turn() {
-    block_barrier_arrive(kTurnBarrier + (group_ + 1 == Shape::kConsumers ? 0 : group_ + 1), 2 * kGroupThreads);
-  }
-
-  // O += P V, issued and committed. kPass: the turn passes before the last product, which hides the other's way there.
-  template <bool kPass> __device__ __forceinline__ void multiply_values(uint32_t slot) {
+  // O += P V, issued and committed.
+  __device__ __forceinline__ void multiply_values(uint32_t slot) {
     const uint64_t b = operand(slot, Shape::kTileAtom, Shape::kTileGroup);
 #pragma unroll
-    for (int k = 0; k < Shape::kKeys / 16; ++k) {
-      if (kPass && k == Shape::kKeys / 16 - RESEARCH_ENGINE_PREFILL_PASS) pass_turn();
-      Output::registers_shared(out_, weights_[k], advance(b, k * 2 * Shape::kTileGroup));
-    }
+    for (int k = 0; k < Shape::kKeys / 16; ++k) Output::registers_shared(out_, weights_[k], advance(b, k * 2 * Shape::kTileGroup));
     wgmma_commit();
   }
 
@@ -223,46 +212,32 @@ template <typename T, int kD, bool kScored> class Consumer {
     const Place<Shape::kSlots> values = ring_place_;
     ring_place_.next();
     const uint32_t keys_slot = slot_address(keys), values_slot = slot_address(values);
-    if (!RESEARCH_ENGINE_PREFILL_ONE_WAITS || group_ == 0) {
-      wait_full(keys);
-      wait_full(values);
-    }
+    wait_full(keys);
+    wait_full(values);
     block_barrier_sync(kTurnBarrier + group_, 2 * kGroupThreads);
     pin(scores_);
     pin(out_);
     pin(weights_);
     wgmma_fence();
     multiply_keys(keys_slot);
-    multiply_values<true>(values_slot);
-    if (RESEARCH_ENGINE_PREFILL_PASS == 0) pass_turn();
+    multiply_values(values_slot);
+    block_barrier_arrive(kTurnBarrier + (group_ + 1 == Shape::kConsumers ? 0 : group_ + 1), 2 * kGroupThreads);
     wgmma_wait<1>();
     pin(scores_);
     release_slot(keys);
     float rescale[2], reference[2];
     softmax_maxima<kMask>(tile_.start + t * Shape::kKeys, rescale, reference);
-#if RESEARCH_ENGINE_PREFILL_EARLY == 1
-    finish_before(rescale[0] + rescale[1]);
-#elif RESEARCH_ENGINE_PREFILL_EARLY == 2
-#else
-    softmax_exponentials(rescale, reference);
-    finish_before(-sum_[0] - sum_[1]);
-#endif
+    // By now the values' product has ended: what follows is one run of instructions, arithmetic between exponentials.
     wgmma_wait<0>();
     pin(out_);
     release_slot(values);
-#if RESEARCH_ENGINE_PREFILL_EARLY
     softmax_exponentials(rescale, reference);
-#endif
     pack_weights();
-#if RESEARCH_ENGINE_PREFILL_LAZY
+    // Where no maximum of the warp moved the factors are 1: leaving them out changes no bit.
     if (__any_sync(0xffffffffu, (rescale[0] != 1.0f) | (rescale[1] != 1.0f))) {
 #pragma unroll
       for (int i = 0; i < kD / 2; ++i) out_[i] *= rescale[i / 2 % 2];
     }
-#else
-#pragma unroll
-    for (int i = 0; i < kD / 2; ++i) out_[i] *= rescale[i / 2 % 2];
-#endif
   }
 
   // The values of tile 0.
@@ -274,7 +249,7 @@ template <typename T, int kD, bool kScored> class Consumer {
     pin(out_);
     pin(weights_);
     wgmma_fence();
-    multiply_values<false>(slot_address(values));
+    multiply_values(slot_address(values));
     wgmma_wait<0>();
     pin(out_);
     release_slot(values);
@@ -412,23 +387,17 @@ template <typename T, int kD, bool kScored> __device__ __forceinline__ void run_
   auto* control = reinterpret_cast<Control<kD>*>(raw + (ring + Shape::kSlots * Shape::kSlotBytes - shared_address(raw)));
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kSlots; ++i) {
-      mbarrier_init(shared_address(&control->full[i]), kThreadCopies<kD> ? 32 * kCopiers : 1);
-      mbarrier_init(shared_address(&control->empty[i]), 4 * Shape::kConsumers * kCluster);
+      mbarrier_init(shared_address(&control->full[i]), 1);
+      mbarrier_init(shared_address(&control->empty[i]), 4 * Shape::kConsumers);
     }
     for (int i = 0; i < Shape::kQuerySlots; ++i) {
       mbarrier_init(shared_address(&control->planned[i]), 1);
-      mbarrier_init(shared_address(&control->dealt[i]), 1);
-      mbarrier_init(shared_address(&control->taken[i]), 1);
       mbarrier_init(shared_address(&control->queries_full[i]), 4 - kCopiers);
       mbarrier_init(shared_address(&control->queries_empty[i]), 128 * Shape::kConsumers + 32 * kCopiers);
     }
     mbarrier_init_fence();
   }
-  if constexpr (kCluster > 1) {
-    cluster_barrier();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
   if (warp < 4) {
     give_registers<Shape::kProducerRegisters>();
@@ -441,7 +410,6 @@ template <typename T, int kD, bool kScored> __device__ __forceinline__ void run_
     take_registers<Shape::kConsumerRegisters>();
     Consumer<T, kD, kScored>(p, control, base, ring, warp / 4 - 1).run();
   }
-  if constexpr (kCluster > 1) cluster_barrier();  // nobody leaves while others send to it
 }
 
 // Only sm_90a has these instructions: for other targets the kernel is empty, and the launcher never starts it there.
@@ -476,7 +444,7 @@ CUtensorMap tensor_map(const TensorView& cache, int rank, const cuuint64_t* size
   CUtensorMap map{};
   const CUresult status = encode_tiled()(
       &map, cache.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank, cache.data,
-      sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw std::runtime_error(std::string(kOp) + ": cuTensorMapEncodeTiled failed with CUresult " + std::to_string(status));
@@ -519,44 +487,21 @@ bool has_whole_blocks(const PagedAttention& args, int head_size, int copy_rows) 
   return whole;
 }
 
-#if RESEARCH_ENGINE_PREFILL_CLUSTER > 1 && !defined(EMULATE)
-void launch_clusters(void (*kernel)(PrefillParams), int64_t blocks, int threads, int shared_bytes, Stream stream, const PrefillParams& p) {
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), kOp);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = kCluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, kernel, p), kOp);
-}
-#endif
-
 template <typename T, int kD>
 void launch_tiles(const PagedAttention& args, const AttentionParams& params, PrefillParams& p, Stream stream) {
   using Shape = WgmmaShape<kD>;
   const AttentionParams& a = p.attention;
-  const int64_t items = plan_rows(args, params, kCluster * Shape::kRows, kOp, p) * kCluster;
+  const int64_t items = plan_rows(args, params, Shape::kRows, kOp, p);
   p.copy_rows = std::gcd(static_cast<int>(a.block_size.value), args.variant.kernel != nullptr ? args.variant.keys : Shape::kKeys);
   p.whole_copies = has_whole_blocks(args, kD, p.copy_rows);
   if (!p.whole_copies) p.copy_rows = std::min(p.copy_rows, 8);
   p.keys = p.whole_copies ? whole_map(args.key_cache, p.copy_rows) : atom_map(args.key_cache, p.copy_rows);
   p.values = p.whole_copies ? whole_map(args.value_cache, p.copy_rows) : atom_map(args.value_cache, p.copy_rows);
-  const int64_t blocks =
-      std::min<int64_t>(items, device_attribute(cudaDevAttrMultiProcessorCount, args.query.device)) / kCluster * kCluster;
+  const int64_t blocks = std::min<int64_t>(items, device_attribute(cudaDevAttrMultiProcessorCount, args.query.device));
   if (args.variant.kernel != nullptr) return launch_variant(kOp, args.variant, blocks, stream, p);
   const bool plain = a.softcap <= 0.0f && a.alibi_slopes == nullptr && a.scale > 0.0f;
   const auto kernel = plain ? prefill_wgmma_kernel<T, kD, false> : prefill_wgmma_kernel<T, kD, true>;
-#if RESEARCH_ENGINE_PREFILL_CLUSTER > 1
-  launch_clusters(kernel, blocks, Shape::kThreads, shared_bytes<kD>(), stream, p);
-#else
   launch(kOp, kernel, blocks, Shape::kThreads, shared_bytes<kD>(), stream, p);
-#endif
 }
 
 template <typename T>

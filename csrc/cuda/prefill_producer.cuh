@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "cluster.cuh"
 #include "mma.cuh"
 #include "paged_attention.cuh"
 #include "prefill_plan.cuh"
@@ -25,43 +24,17 @@ constexpr int kGroupRows = 64;      // of a consumer's tile
 #ifndef RESEARCH_ENGINE_PREFILL_SLOTS  // tiles that the ring has at most
 #define RESEARCH_ENGINE_PREFILL_SLOTS 8
 #endif
-#ifndef RESEARCH_ENGINE_PREFILL_CLUSTER
-#define RESEARCH_ENGINE_PREFILL_CLUSTER 1
-#endif
-#ifndef RESEARCH_ENGINE_PREFILL_THREAD_COPIES
-#define RESEARCH_ENGINE_PREFILL_THREAD_COPIES 0
-#endif
-#ifndef RESEARCH_ENGINE_PREFILL_NO_COPIES
-#define RESEARCH_ENGINE_PREFILL_NO_COPIES 0
-#endif
-#ifndef RESEARCH_ENGINE_PREFILL_LAZY
-#define RESEARCH_ENGINE_PREFILL_LAZY 0
-#endif
-#ifndef RESEARCH_ENGINE_PREFILL_ONE_WAITS
-#define RESEARCH_ENGINE_PREFILL_ONE_WAITS 0
-#endif
-#ifndef RESEARCH_ENGINE_PREFILL_PASS
-#define RESEARCH_ENGINE_PREFILL_PASS 0
-#endif
-#ifndef RESEARCH_ENGINE_PREFILL_CONSUMERS
-#define RESEARCH_ENGINE_PREFILL_CONSUMERS 2
-#endif
-#ifndef RESEARCH_ENGINE_PREFILL_EARLY
-#define RESEARCH_ENGINE_PREFILL_EARLY 1
-#endif
-constexpr int kCluster = RESEARCH_ENGINE_PREFILL_CLUSTER;
-template <int kD> constexpr bool kThreadCopies = RESEARCH_ENGINE_PREFILL_THREAD_COPIES && kD == 128;
 constexpr int kCopiers = RESEARCH_ENGINE_PREFILL_COPIERS;
-static_assert(kCopiers >= 1 && kCopiers <= 3);
+static_assert(kCopiers >= 1 && kCopiers <= 2);
 
 // Sizes for heads of up to kD elements.
 template <int kD> struct WgmmaShape {
-  static constexpr int kConsumers = kD == 128 ? RESEARCH_ENGINE_PREFILL_CONSUMERS : 2;
+  static constexpr int kConsumers = 2;
   static constexpr int kRows = kConsumers * kGroupRows;
   static constexpr int kKeys = RESEARCH_ENGINE_PREFILL_KEYS > 0 ? RESEARCH_ENGINE_PREFILL_KEYS : kD <= 128 ? 128 : 64;
   static constexpr int kThreads = (kConsumers + 1) * kGroupThreads;
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kD <= 192 ? 56 : 40;  // of the 168 that every thread starts with
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kD <= 192 ? 224 : 232;
+  static constexpr int kProducerRegisters = kD <= 192 ? 56 : 40;  // of the 168 that every thread starts with
+  static constexpr int kConsumerRegisters = kD <= 192 ? 224 : 232;
   static constexpr int kAtoms = kD / 64;
   static constexpr int kQueryBytes = kRows * kD * 2, kQueryAtom = kRows * kAtomRow;
   // A tile of keys or values lies in its slot as [keys / 8][atoms of 64 elements][8 keys]: one tensor copy can bring all elements of
@@ -76,9 +49,7 @@ template <int kD> struct Control {
   using Shape = WgmmaShape<kD>;
   uint64_t full[Shape::kSlots], empty[Shape::kSlots];
   uint64_t planned[Shape::kQuerySlots], queries_full[Shape::kQuerySlots], queries_empty[Shape::kQuerySlots];
-  uint64_t dealt[Shape::kQuerySlots], taken[Shape::kQuerySlots];  // of a cluster: an item is at its second block, and was read
   Tile tile[Shape::kQuerySlots];
-  int item[Shape::kQuerySlots];
 };
 
 template <int kD> constexpr int shared_bytes() {  // the base is moved to a multiple of 1,024
@@ -113,7 +84,7 @@ template <int kD> class CacheCopier {
 
  public:
   __device__ __forceinline__ CacheCopier(const PrefillParams& p, Control<kD>* control, uint32_t ring, int warp, int lane)
-      : p_(p), control_(control), ring_(ring), warp_(warp), lane_(lane), keys_(kThreadCopies<kD> || warp == 0), values_(kThreadCopies<kD> || warp == kCopiers - 1) {}
+      : p_(p), control_(control), ring_(ring), lane_(lane), keys_(warp == 0), values_(warp == kCopiers - 1) {}
 
   __device__ __forceinline__ void run() {
     Place<Shape::kQuerySlots> plan;
@@ -161,15 +132,10 @@ template <int kD> class CacheCopier {
   __device__ __forceinline__ void copy(const CUtensorMap* map, int step, int block) {
     const AttentionParams& a = p_.attention;
     const int block_size = static_cast<int>(a.block_size.value);
-    if constexpr (kThreadCopies<kD>) return copy_by_threads(map == &p_.values, step, block);
     const int keys = min(Shape::kKeys, tile_.seq_len - key_of(step, 0));
     const uint32_t full = shared_address(&control_->full[place_.slot]);
     const uint32_t slot = ring_ + place_.slot * Shape::kSlotBytes;
     mbarrier_wait(shared_address(&control_->empty[place_.slot]), place_.parity ^ 1);
-#if RESEARCH_ENGINE_PREFILL_NO_COPIES
-    if (lane_ == 0) mbarrier_arrive(full);
-    return;
-#endif
     if (lane_ == 0) mbarrier_arrive_expect(full, ((keys + p_.copy_rows - 1) & ~(p_.copy_rows - 1)) * Shape::kAtoms * kAtomRow);
     __syncwarp();
     for (int copy = lane_; copy * p_.copy_rows < keys; copy += 32) {
@@ -177,12 +143,7 @@ template <int kD> class CacheCopier {
       const int key = key_of(step, copy), row = key - a.block_size.divide(key) * block_size;
       const uint32_t target = slot + copy * p_.copy_rows / 8 * Shape::kTileGroup + copy * p_.copy_rows % 8 * kAtomRow;
       if (p_.whole_copies) {
-        const int group = tile_.kv_head * (block_size / 8) + row / 8;
-        if (kCluster == 1) {
-          tensor_copy(target, map, full, 0, 0, 0, group, block);
-        } else if (copy % 2 == cluster_rank()) {
-          tensor_copy_both(target, map, full, 0, 0, 0, group, block);
-        }
+        tensor_copy(target, map, full, 0, 0, 0, tile_.kv_head * (block_size / 8) + row / 8, block);
       } else {
 #pragma unroll
         for (int atom = 0; atom < Shape::kAtoms; ++atom) {
@@ -192,39 +153,10 @@ template <int kD> class CacheCopier {
     }
   }
 
-  __device__ __forceinline__ void copy_by_threads(bool values, int step, int block) {
-    const AttentionParams& a = p_.attention;
-    const int keys = min(Shape::kKeys, tile_.seq_len - key_of(step, 0));
-    const uint32_t full = shared_address(&control_->full[place_.slot]);
-    const uint32_t slot = ring_ + place_.slot * Shape::kSlotBytes;
-    const char* cache = static_cast<const char*>(values ? a.value_cache : a.key_cache);
-    const int64_t stride = (values ? a.value_block_stride : a.key_block_stride) * 2;
-    cache += tile_.kv_head * (values ? a.value_head_stride : a.key_head_stride) * 2 + lane_ * 16;
-    const int key = key_of(step, lane_), row = key - a.block_size.divide(key) * static_cast<int>(a.block_size.value);
-    uint32_t offset[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int r = 2 * i + lane_ / 16, chunk = lane_ % 16;
-      offset[i] = slot + chunk / 8 * kAtomGroup + r * kAtomRow + ((chunk ^ r) & 7) * 16;
-    }
-    mbarrier_wait(shared_address(&control_->empty[place_.slot]), place_.parity ^ 1);
-    for (int piece = warp_; piece * 16 < keys; piece += kCopiers) {
-      const int copy = piece * 16 / p_.copy_rows;
-      const int64_t id = __shfl_sync(0xffffffffu, block, copy);
-      const int first = __shfl_sync(0xffffffffu, row, copy) + piece * 16 % p_.copy_rows;
-      const char* from = cache + id * stride + first * (kD * 2);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        copy_async_16(offset[i % 4] + (piece * 2 + i / 4) * Shape::kTileGroup, from + i * 512, true);
-      }
-    }
-    mbarrier_arrive_copies(full);
-  }
-
   const PrefillParams& p_;
   Control<kD>* control_;
   uint32_t ring_;
-  int warp_, lane_;
+  int lane_;
   bool keys_, values_;  // what this warp brings
   Tile tile_;
   Place<Shape::kSlots> place_;
@@ -232,7 +164,7 @@ template <int kD> class CacheCopier {
 
 // The block's next item of work: its own number first, then from the counter, or to and fro: 0 1 2 | 5 4 3 | 6 7 8 | ...
 __device__ __forceinline__ int deal(const PrefillParams& p, int round, int lane) {
-  const int blocks = static_cast<int>(gridDim.x) / kCluster, block = static_cast<int>(blockIdx.x) / kCluster;
+  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
   if (round == 0) return block;
   if (p.counters == nullptr) return round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
   int dealt = 0;
@@ -244,7 +176,7 @@ __device__ __forceinline__ int deal(const PrefillParams& p, int round, int lane)
 __device__ __forceinline__ void end_dealing(const PrefillParams& p) {
   if (p.counters == nullptr) return;
   __threadfence();
-  if (atomicAdd(p.counters + 1, 1) == static_cast<int>(gridDim.x) / kCluster - 1) p.counters[0] = p.counters[1] = 0;
+  if (atomicAdd(p.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) p.counters[0] = p.counters[1] = 0;
 }
 
 // The other producer warps: the first plans, all bring queries.
@@ -261,28 +193,9 @@ __device__ __forceinline__ void bring_queries(const PrefillParams& p, Control<kD
       mbarrier_wait(shared_address(&control->queries_empty[place.slot]), place.parity ^ 1);
       Tile tile{};
       int item;
-      if (kCluster == 1 || cluster_rank() == 0) {
-        do {
-          item = deal(p, round++, lane);
-        } while (item < p.tiles * a.num_kv_heads && !plan_tile<kCluster * Shape::kRows, Shape::kKeys>(p, item, lane, tile));
-      }
-      if constexpr (kCluster > 1) {  // the first block deals for both
-        const uint32_t dealt = shared_address(&control->dealt[place.slot]), taken = shared_address(&control->taken[place.slot]);
-        if (cluster_rank() == 0) {
-          mbarrier_wait_cluster(taken, place.parity ^ 1);
-          if (lane == 0) {
-            store_remote(shared_address(&control->item[place.slot]), 1, item);
-            mbarrier_arrive_remote(dealt, 1);
-          }
-        } else {
-          mbarrier_wait_cluster(dealt, place.parity);
-          item = control->item[place.slot];
-          __syncwarp();
-          if (lane == 0) mbarrier_arrive_remote(taken, 0);
-          if (item < p.tiles * a.num_kv_heads) plan_tile<kCluster * Shape::kRows, Shape::kKeys>(p, item, lane, tile);
-        }
-        tile.first_row += cluster_rank() * Shape::kRows;
-      }
+      do {
+        item = deal(p, round++, lane);
+      } while (item < p.tiles * a.num_kv_heads && !plan_tile<Shape::kRows, Shape::kKeys>(p, item, lane, tile));
       if (item >= p.tiles * a.num_kv_heads) tile.steps = -1;
       if (lane == 0) {
         control->tile[place.slot] = tile;
@@ -314,7 +227,7 @@ __device__ __forceinline__ void bring_queries(const PrefillParams& p, Control<kD
     if (tile.steps < 0) break;
     place.next();
   }
-  if (warp == kCopiers && lane == 0 && (kCluster == 1 || cluster_rank() == 0)) end_dealing(p);
+  if (warp == kCopiers && lane == 0) end_dealing(p);
 }
 
 }  // namespace research_engine::cuda::prefill

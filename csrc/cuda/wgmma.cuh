@@ -121,12 +121,6 @@ template <int kCount> __device__ __forceinline__ void pin(uint32_t (&values)[kCo
     asm volatile("" : "+r"(values[i][0]), "+r"(values[i][1]), "+r"(values[i][2]), "+r"(values[i][3])::"memory");
   }
 }
-// Ends a basic block once `value`, which is never above 4, is there. The assembler moves a wait for products up over arithmetic
-// that does not depend on them; it cannot move it over this.
-__device__ __forceinline__ void finish_before(float value) {
-  asm volatile("{\n.reg .pred p;\nsetp.gt.f32 p, %0, 0f40800000;\n@p trap;\n}" ::"f"(value) : "memory");
-}
-
 // A value that is the same in all lanes, in a register of the warp instead of one of each lane: descriptions of operands and
 // addresses of copies have to be there, and each costs a move of a dozen cycles from elsewhere.
 __device__ __forceinline__ uint32_t uniform(uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); }
@@ -187,43 +181,6 @@ __device__ __forceinline__ void tensor_copy(uint32_t destination, const CUtensor
           destination),
       "l"(map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
       : "memory");
-}
-// The same box to the same place in both blocks of a cluster, counting towards the barrier that each has at that address.
-__device__ __forceinline__ void tensor_copy_both(uint32_t destination, const CUtensorMap* map, uint32_t barrier, int x0, int x1,
-                                                 int x2, int x3, int x4) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(destination),
-      "l"(map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "h"(static_cast<uint16_t>(3))
-      : "memory");
-}
-// Arrives at the barrier that block `rank` of the cluster has at that address.
-__device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier, int rank) {
-  asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-// Waits for a phase that another block of the cluster ends, and sees what it wrote before.
-__device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
-  uint32_t done = 0;
-  while (done == 0) {
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-  }
-}
-__device__ __forceinline__ void store_remote(uint32_t address, int rank, int value) {
-  asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nst.shared::cluster.b32 [remote], %2;\n}" ::"r"(address),
-               "r"(rank), "r"(value)
-               : "memory");
-}
-// Arrives once all copies (cp.async) that this thread has issued are there.
-__device__ __forceinline__ void mbarrier_arrive_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
