@@ -121,6 +121,7 @@ template <int kCount> __device__ __forceinline__ void pin(uint32_t (&values)[kCo
     asm volatile("" : "+r"(values[i][0]), "+r"(values[i][1]), "+r"(values[i][2]), "+r"(values[i][3])::"memory");
   }
 }
+
 // A value that is the same in all lanes, in a register of the warp instead of one of each lane: descriptions of operands and
 // addresses of copies have to be there, and each costs a move of a dozen cycles from elsewhere.
 __device__ __forceinline__ uint32_t uniform(uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); }
