@@ -144,6 +144,14 @@ template <typename T, int kD, bool kScored> class Consumer {
   __device__ __forceinline__ void wait_full(const Place<Shape::kSlots>& place) {
     mbarrier_wait(shared_address(&control_->full[place.slot]), place.parity);
   }
+  // Both: asked for the second while the first answers.
+  __device__ __forceinline__ void wait_full(const Place<Shape::kSlots>& first, const Place<Shape::kSlots>& second) {
+    const bool one = mbarrier_try_wait(shared_address(&control_->full[first.slot]), first.parity);
+    const bool other = mbarrier_try_wait(shared_address(&control_->full[second.slot]), second.parity);
+    if (one && other) return;
+    wait_full(first);
+    wait_full(second);
+  }
   __device__ __forceinline__ void release_slot(const Place<Shape::kSlots>& place) {
     release(shared_address(&control_->empty[place.slot]));
   }
@@ -219,8 +227,7 @@ template <typename T, int kD, bool kScored> class Consumer {
     const Place<Shape::kSlots> values = ring_place_;
     ring_place_.next();
     const uint32_t keys_slot = slot_address(keys), values_slot = slot_address(values);
-    wait_full(keys);
-    wait_full(values);
+    wait_full(keys, values);
     block_barrier_sync(kTurnBarrier + group_, 2 * kGroupThreads);
     pin(scores_);
     pin(out_);
