@@ -4,11 +4,12 @@
 //            walks its keys from the last to the first and never writes a score (FlashAttention-3, Shah et al., 2024).
 // Block      a producer warpgroup and two consumers of 64 rows each; registers move to the consumers.
 //
-//              producer warp 0   K and V of a tile of keys to a ring in shared memory, one tensor copy per cache block (or part
-//                                of it) and 64 elements; rows past the head size arrive as zeros
-//              producer warps 1-3  choose the next tile of rows, and bring its queries while the current tile is computed
-//              consumer          S = Q K'^T of the next keys K' and O += P V of the current ones are issued together; while
-//                                the second runs, the softmax turns S into the next P
+//              producer warps 0, 1  K and V of a tile of keys to a ring in shared memory, one tensor copy per cache block, each
+//                                   issued by a lane of its own; where a head has no whole blocks (D = 80, strides), one for 8 keys
+//                                   and 64 elements, and elements past the head size arrive as zeros
+//              producer warps 2, 3  choose the next tile of rows, and bring its queries while the current tile is computed
+//              consumer             S = Q K'^T of the next keys K' and O += P V of the current ones are issued together; the
+//                                   softmax turns S into the next P
 //
 //            The consumers take turns at issuing ("ping-pong"): one computes exponentials while the other multiplies.
 //
@@ -17,7 +18,8 @@
 //              consumer B   | softmax  |          | softmax  |          |
 //
 // Ring       One ring for both: K[n-1], K[n-2], V[n-1], K[n-3], V[n-2], ..., V[0], in the order of use. Shared memory holds
-//            atoms [rows, 64 elements] of 128 bytes a row, 128-byte swizzle (wgmma.cuh); a tile is D / 64 atoms side by side.
+//            atoms [rows, 64 elements] of 128 bytes a row, 128-byte swizzle (wgmma.cuh): queries as D / 64 atoms of all rows, keys
+//            and values as [keys / 8][D / 64] atoms of 8 rows, which is how one copy of a whole cache block arrives.
 // Masks      Only tiles that cross a row's first or last key are masked. Value rows past the sequence's end (or before the
 //            window) are zeroed in shared memory: what unused slots hold, NaN included, has no effect.
 // Work       A persistent grid. Request r's tiles start at floor(start_r G / rows) + r, which leaves room for every partly
@@ -26,10 +28,17 @@
 // Determinism  A row's bits depend on its own request alone: tiles of keys start at its first key, the order is fixed.
 // Roofline   4 x rows x keys x D operations on the tensor cores; per 128 x 128 tile at D = 128 they take 2,048 cycles, and its
 //            16,384 exponentials 1,024 of the special function units: hence the overlap.
-// Versions   1 a tensor copy a block and atom, one warp that issues them: 404 TFLOP/s at 8,192 tokens with blocks of 16. 2 both atoms
-//            of a head of 128 in one copy, two warps: 0.77 of the time over nine configurations in one run.
-// Reached    one H200, bf16, D = 128, causal (docs/performance.md): 469 TFLOP/s at 8,192 tokens with blocks of 16, 524 with blocks of
-//            64; FlashAttention-3 takes 0.75 of the time (geometric mean of 9).
+// Critical   From a consumer's products to its next ones: maxima, exponentials (8 cycles each of a warp), sums, rounding, rescaling.
+//            The wait for the values' product comes after the maxima, so that rounding and rescaling are arithmetic between
+//            exponentials; what an operand's address takes is done in registers of the warp, with constants known when compiling.
+// Versions   1 a tensor copy a block and atom, one warp that issues them: 404 TFLOP/s at 8,192 tokens with blocks of 16.
+//            2 both atoms of a head of 128 in one copy, two warps: 0.77 of the time over nine configurations, in one run.
+//            3 a lane a copy, cache blocks looked up a tile ahead, one layout with steps known when compiling: 0.77 again.
+//            4 the values' product waited for before the exponentials: 0.94.
+//            5 output rescaled only where a maximum of the warp moved: 0.97; copies without promotion in the L2 cache: 0.99; keys and
+//            values asked for at once.
+// Reached    one H200, bf16, D = 128, causal, version 4 (docs/performance.md): 614 TFLOP/s at 8,192 tokens with blocks of 16, 603 with
+//            blocks of 64; FlashAttention-3 takes 0.99 of the time (geometric mean of 9).
 #include <algorithm>
 #include <numeric>
 
@@ -56,7 +65,7 @@ template <typename T, int kD, bool kScored> class Consumer {
 
  public:
   __device__ __forceinline__ Consumer(const PrefillParams& p, Control<kD>* control, uint32_t queries, uint32_t ring, int group)
-      : p_(p), control_(control), queries_(queries), ring_(ring), group_(group) {
+      : p_(p), control_(control), queries_(uniform(queries)), ring_(uniform(ring)), group_(group) {
     lane_ = threadIdx.x % 32;
     q_ = lane_ % 4;
     row_ = group * kGroupRows + threadIdx.x / 32 % 4 * 16 + lane_ / 4;
@@ -69,6 +78,7 @@ template <typename T, int kD, bool kScored> class Consumer {
       mbarrier_wait(shared_address(&control_->queries_full[plan_.slot]), plan_.parity);
       tile_ = control_->tile[plan_.slot];
       if (tile_.steps < 0) return;
+      rows_ = uniform(queries_ + plan_.slot * Shape::kQueryBytes + group_ * kGroupRows * kAtomRow);
       begin_rows();
       if (tile_.steps > 0) {
         first_step();
@@ -135,27 +145,38 @@ template <typename T, int kD, bool kScored> class Consumer {
   __device__ __forceinline__ void wait_full(const Place<Shape::kSlots>& place) {
     mbarrier_wait(shared_address(&control_->full[place.slot]), place.parity);
   }
+  // Both: asked for the second while the first answers.
+  __device__ __forceinline__ void wait_full(const Place<Shape::kSlots>& first, const Place<Shape::kSlots>& second) {
+    const bool one = mbarrier_try_wait(shared_address(&control_->full[first.slot]), first.parity);
+    const bool other = mbarrier_try_wait(shared_address(&control_->full[second.slot]), second.parity);
+    if (one && other) return;
+    wait_full(first);
+    wait_full(second);
+  }
   __device__ __forceinline__ void release_slot(const Place<Shape::kSlots>& place) {
     release(shared_address(&control_->empty[place.slot]));
   }
 
+  __device__ __forceinline__ uint32_t slot_address(const Place<Shape::kSlots>& place) const {
+    return uniform(ring_ + place.slot * Shape::kSlotBytes);
+  }
+
   // S = Q K^T, issued and committed.
-  __device__ __forceinline__ void multiply_keys(int slot) {
-    const uint64_t a = operand(queries_ + plan_.slot * Shape::kQueryBytes + group_ * kGroupRows * kAtomRow, 16, kAtomGroup);
-    const uint64_t b = operand(ring_ + slot * Shape::kSlotBytes, 16, p_.group_bytes);
+  __device__ __forceinline__ void multiply_keys(uint32_t slot) {
+    const uint64_t a = operand(rows_, 16, kAtomGroup), b = operand(slot, 16, Shape::kTileGroup);
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) {
       Scores::shared_shared(scores_, advance(a, k / 4 * Shape::kQueryAtom + k % 4 * 32),
-                            advance(b, k / 4 * p_.atom_bytes + k % 4 * 32), k > 0);
+                            advance(b, k / 4 * Shape::kTileAtom + k % 4 * 32), k > 0);
     }
     wgmma_commit();
   }
 
   // O += P V, issued and committed.
-  __device__ __forceinline__ void multiply_values(int slot) {
-    const uint64_t b = operand(ring_ + slot * Shape::kSlotBytes, p_.atom_bytes, p_.group_bytes);
+  __device__ __forceinline__ void multiply_values(uint32_t slot) {
+    const uint64_t b = operand(slot, Shape::kTileAtom, Shape::kTileGroup);
 #pragma unroll
-    for (int k = 0; k < Shape::kKeys / 16; ++k) Output::registers_shared(out_, weights_[k], advance(b, k * 2 * p_.group_bytes));
+    for (int k = 0; k < Shape::kKeys / 16; ++k) Output::registers_shared(out_, weights_[k], advance(b, k * 2 * Shape::kTileGroup));
     wgmma_commit();
   }
 
@@ -166,7 +187,7 @@ template <typename T, int kD, bool kScored> class Consumer {
     for (int i = threadIdx.x - kGroupThreads; i < Shape::kKeys * kChunks; i += kConsumerThreads) {
       const int row = i / kChunks, chunk = i % kChunks;
       if (first + row >= begin && first + row < end) continue;
-      clear_shared_16(ring_ + place.slot * Shape::kSlotBytes + chunk / 8 * p_.atom_bytes + row / 8 * p_.group_bytes +
+      clear_shared_16(ring_ + place.slot * Shape::kSlotBytes + chunk / 8 * Shape::kTileAtom + row / 8 * Shape::kTileGroup +
                       row % 8 * kAtomRow + chunk % 8 * 16);
     }
     async_proxy_fence();
@@ -185,7 +206,7 @@ template <typename T, int kD, bool kScored> class Consumer {
     wait_full(keys);
     pin(scores_);
     wgmma_fence();
-    multiply_keys(keys.slot);
+    multiply_keys(slot_address(keys));
     if (first + Shape::kKeys > tile_.seq_len) {
       Place<Shape::kSlots> values = ring_place_;
       if (t > 0) values.next();
@@ -194,8 +215,9 @@ template <typename T, int kD, bool kScored> class Consumer {
     wgmma_wait<0>();
     pin(scores_);
     release_slot(keys);
-    float rescale[2];
-    softmax<true>(first, rescale);
+    float rescale[2], reference[2];
+    softmax_maxima<true>(first, rescale, reference);
+    softmax_exponentials(rescale, reference);
     pack_weights();
   }
 
@@ -205,29 +227,32 @@ template <typename T, int kD, bool kScored> class Consumer {
     ring_place_.next();
     const Place<Shape::kSlots> values = ring_place_;
     ring_place_.next();
-    wait_full(keys);
+    const uint32_t keys_slot = slot_address(keys), values_slot = slot_address(values);
+    wait_full(keys, values);
     block_barrier_sync(kTurnBarrier + group_, 2 * kGroupThreads);
     pin(scores_);
     pin(out_);
     pin(weights_);
     wgmma_fence();
-    multiply_keys(keys.slot);
-    wait_full(values);
-    wgmma_fence();
-    multiply_values(values.slot);
+    multiply_keys(keys_slot);
+    multiply_values(values_slot);
     block_barrier_arrive(kTurnBarrier + (group_ + 1 == Shape::kConsumers ? 0 : group_ + 1), 2 * kGroupThreads);
     wgmma_wait<1>();
     pin(scores_);
     release_slot(keys);
-    float rescale[2];
-    softmax<kMask>(tile_.start + t * Shape::kKeys, rescale);
-    finish_before(sum_[0] + sum_[1]);
+    float rescale[2], reference[2];
+    softmax_maxima<kMask>(tile_.start + t * Shape::kKeys, rescale, reference);
+    // By now the values' product has ended: what follows is one run of instructions, arithmetic between exponentials.
     wgmma_wait<0>();
     pin(out_);
     release_slot(values);
+    softmax_exponentials(rescale, reference);
     pack_weights();
+    // Where no maximum of the warp moved the factors are 1: leaving them out changes no bit.
+    if (__any_sync(0xffffffffu, (rescale[0] != 1.0f) | (rescale[1] != 1.0f))) {
 #pragma unroll
-    for (int i = 0; i < kD / 2; ++i) out_[i] *= rescale[i / 2 % 2];
+      for (int i = 0; i < kD / 2; ++i) out_[i] *= rescale[i / 2 % 2];
+    }
   }
 
   // The values of tile 0.
@@ -239,14 +264,15 @@ template <typename T, int kD, bool kScored> class Consumer {
     pin(out_);
     pin(weights_);
     wgmma_fence();
-    multiply_values(values.slot);
+    multiply_values(slot_address(values));
     wgmma_wait<0>();
     pin(out_);
     release_slot(values);
   }
 
-  // Scores of the keys from `first` on to weights, in place; the factor by which what was summed so far shrinks.
-  template <bool kMask> __device__ __forceinline__ void softmax(int first, float (&rescale)[2]) {
+  // The scores of the keys from `first` on, masked; each row's maximum so far, in base 2, and the factor by which what was summed
+  // before shrinks.
+  template <bool kMask> __device__ __forceinline__ void softmax_maxima(int first, float (&rescale)[2], float (&reference)[2]) {
     const AttentionParams& a = p_.attention;
     constexpr int kCount = Shape::kKeys / 2;
     if constexpr (kScored) {
@@ -289,18 +315,26 @@ template <typename T, int kD, bool kScored> class Consumer {
       float top = fmaxf(tops[0], tops[1]);
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-      const float reference = finite_top(top) * factor_;
+      reference[half] = finite_top(top) * factor_;
       // Rounded as `reference` is: fused with the subtraction, a tile that brings no new maximum would not give 1 exactly, and a
       // row's bits would depend on how many such tiles its neighbours need.
-      rescale[half] = exp2_fast(__fmul_rn(top_[half], factor_) - reference);
+      rescale[half] = exp2_fast(__fmul_rn(top_[half], factor_) - reference[half]);
       top_[half] = top;
+    }
+  }
+
+  // Scores to weights, in place, and their sums.
+  __device__ __forceinline__ void softmax_exponentials(const float (&rescale)[2], const float (&reference)[2]) {
+    constexpr int kCount = Shape::kKeys / 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
       float sums[2] = {sum_[half] * rescale[half], 0.0f};
 #pragma unroll
       for (int i = 0; i < kCount / 4; ++i) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& s = scores_[4 * i + 2 * half + e];
-          s = exp2_fast(s * factor_ - reference);
+          s = exp2_fast(s * factor_ - reference[half]);
           sums[e] += s;
         }
       }
@@ -347,7 +381,7 @@ template <typename T, int kD, bool kScored> class Consumer {
 
   const PrefillParams& p_;
   Control<kD>* control_;
-  uint32_t queries_, ring_;
+  uint32_t queries_, ring_, rows_;  // in shared memory; rows_: this warpgroup's queries
   int group_, lane_, q_, row_;  // row_: the thread's first row in the tile; its second is 8 further
   float factor_;                // from a score to base 2
   Tile tile_;
@@ -368,7 +402,7 @@ template <typename T, int kD, bool kScored> __device__ __forceinline__ void run_
   auto* control = reinterpret_cast<Control<kD>*>(raw + (ring + Shape::kSlots * Shape::kSlotBytes - shared_address(raw)));
   if (threadIdx.x == 0) {
     for (int i = 0; i < Shape::kSlots; ++i) {
-      mbarrier_init(shared_address(&control->full[i]), kCopiers);
+      mbarrier_init(shared_address(&control->full[i]), 1);
       mbarrier_init(shared_address(&control->empty[i]), 4 * Shape::kConsumers);
     }
     for (int i = 0; i < Shape::kQuerySlots; ++i) {
@@ -425,7 +459,7 @@ CUtensorMap tensor_map(const TensorView& cache, int rank, const cuuint64_t* size
   CUtensorMap map{};
   const CUresult status = encode_tiled()(
       &map, cache.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank, cache.data,
-      sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw std::runtime_error(std::string(kOp) + ": cuTensorMapEncodeTiled failed with CUresult " + std::to_string(status));
@@ -459,26 +493,30 @@ int device_attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
+// A (block, head) that is one run of memory, whole groups of 8 keys and whole atoms: one copy brings all of it.
+bool has_whole_blocks(const PagedAttention& args, int head_size, int copy_rows) {
+  bool whole = args.key_cache.shape[3] == head_size && copy_rows % 8 == 0;
+  for (const TensorView& cache : {args.key_cache, args.value_cache}) {
+    whole = whole && cache.strides[1] == cache.shape[2] * cache.shape[3];
+  }
+  return whole;
+}
+
 template <typename T, int kD>
 void launch_tiles(const PagedAttention& args, const AttentionParams& params, PrefillParams& p, Stream stream) {
   using Shape = WgmmaShape<kD>;
   const AttentionParams& a = p.attention;
   const int64_t items = plan_rows(args, params, Shape::kRows, kOp, p);
-  const int keys = args.variant.kernel != nullptr ? args.variant.keys : Shape::kKeys;
-  p.copy_rows = std::gcd(static_cast<int>(a.block_size.value), keys);
-  p.whole_copies = a.head_size == kD && p.copy_rows % 8 == 0;
-  for (const TensorView& cache : {args.key_cache, args.value_cache}) {
-    p.whole_copies = p.whole_copies && cache.strides[1] == cache.shape[2] * cache.shape[3];
-  }
+  p.copy_rows = std::gcd(static_cast<int>(a.block_size.value), args.variant.kernel != nullptr ? args.variant.keys : Shape::kKeys);
+  p.whole_copies = has_whole_blocks(args, kD, p.copy_rows);
+  if (!p.whole_copies) p.copy_rows = std::min(p.copy_rows, 8);
   p.keys = p.whole_copies ? whole_map(args.key_cache, p.copy_rows) : atom_map(args.key_cache, p.copy_rows);
   p.values = p.whole_copies ? whole_map(args.value_cache, p.copy_rows) : atom_map(args.value_cache, p.copy_rows);
-  p.atom_bytes = p.whole_copies ? kAtomGroup : keys * kAtomRow;
-  p.group_bytes = p.whole_copies ? Shape::kAtoms * kAtomGroup : kAtomGroup;
   const int64_t blocks = std::min<int64_t>(items, device_attribute(cudaDevAttrMultiProcessorCount, args.query.device));
   if (args.variant.kernel != nullptr) return launch_variant(kOp, args.variant, blocks, stream, p);
   const bool plain = a.softcap <= 0.0f && a.alibi_slopes == nullptr && a.scale > 0.0f;
-  launch(kOp, plain ? prefill_wgmma_kernel<T, kD, false> : prefill_wgmma_kernel<T, kD, true>, blocks, Shape::kThreads,
-         shared_bytes<kD>(), stream, p);
+  const auto kernel = plain ? prefill_wgmma_kernel<T, kD, false> : prefill_wgmma_kernel<T, kD, true>;
+  launch(kOp, kernel, blocks, Shape::kThreads, shared_bytes<kD>(), stream, p);
 }
 
 template <typename T>

@@ -46,13 +46,13 @@ template <int kRows, int kKeys> __device__ bool plan_tile(const PlanParams& p, i
     count = min(step, count - last * step);
   }
   const int length = a.query_start_loc[request + 1] - a.query_start_loc[request];
+  tile.seq_len = a.seq_lens[request];  // on its way with the others
   tile.request = request;
   tile.kv_head = section * p.section_heads + within % heads;
   tile.first_query = a.query_start_loc[request];
   tile.total_rows = length * a.group_size;
   tile.first_row = (index - first_tile(a, request, kRows)) * kRows;
   if (tile.first_row >= tile.total_rows || (a.single_queries && length == 1)) return false;
-  tile.seq_len = a.seq_lens[request];
   tile.position = tile.seq_len - length;
   const int last_row = min(tile.first_row + kRows, tile.total_rows) - 1;
   const int begin = first_key(a, tile.position + p.group.divide(tile.first_row));

@@ -25,7 +25,7 @@ constexpr int kGroupRows = 64;      // of a consumer's tile
 #define RESEARCH_ENGINE_PREFILL_SLOTS 8
 #endif
 constexpr int kCopiers = RESEARCH_ENGINE_PREFILL_COPIERS;
-static_assert(kCopiers >= 1 && kCopiers <= 3);
+static_assert(kCopiers >= 1 && kCopiers <= 2);
 
 // Sizes for heads of up to kD elements.
 template <int kD> struct WgmmaShape {
@@ -37,7 +37,9 @@ template <int kD> struct WgmmaShape {
   static constexpr int kConsumerRegisters = kD <= 192 ? 224 : 232;
   static constexpr int kAtoms = kD / 64;
   static constexpr int kQueryBytes = kRows * kD * 2, kQueryAtom = kRows * kAtomRow;
-  static constexpr int kSlotBytes = kKeys * kD * 2, kKeyAtom = kKeys * kAtomRow;
+  // A tile of keys or values lies in its slot as [keys / 8][atoms of 64 elements][8 keys]: one tensor copy can bring all elements of
+  // a cache block, and the steps between its parts are known when compiling.
+  static constexpr int kTileAtom = kAtomGroup, kTileGroup = kAtoms * kAtomGroup, kSlotBytes = kKeys * kD * 2;
   static constexpr int kQuerySlots = kD <= 192 ? 2 : 1;
   static constexpr int kSlots = std::min(RESEARCH_ENGINE_PREFILL_SLOTS, (224 * 1024 - kQuerySlots * kQueryBytes) / kSlotBytes);
   static_assert(kSlots >= 4, "two tiles of keys in use, two on their way");
@@ -58,11 +60,7 @@ template <int kD> constexpr int shared_bytes() {  // the base is moved to a mult
 
 struct PrefillParams : PlanParams {  // copy_rows: keys of one tensor copy, a power of two that divides block size and tile
   CUtensorMap keys, values;
-  // Where a tile of keys lies in its slot: from an atom of 64 elements to the next, and from 8 keys to the next 8.
-  //   whole copies   [keys / 8][D / 64][8 keys, 64 elements]: one copy brings all of a block's elements
-  //   otherwise      [D / 64][keys, 64 elements]: a copy for every atom
-  int atom_bytes, group_bytes;
-  bool whole_copies;
+  bool whole_copies;  // a copy brings all elements of its keys; otherwise the 64 of an atom, and at most 8 keys
   int* counters;  // [2]: tiles dealt, blocks done; zero before and after; may be null
 };
 
@@ -78,14 +76,15 @@ template <int kSlots> struct Place {
   }
 };
 
-// The first producer warps: keys and values of one tile after another, in the order in which the consumers use them.
+// The first producer warps: keys and values of one tile after another, in the order in which the consumers use them. With two of
+// them one brings the keys and the other the values. Every lane has a copy of its own to make, and where it is from is looked up
+// a tile ahead: the instruction that starts a copy takes its operands from registers of the warp, and the way there is the cost.
 template <int kD> class CacheCopier {
   using Shape = WgmmaShape<kD>;
-  static constexpr int kBatch = 8;
 
  public:
   __device__ __forceinline__ CacheCopier(const PrefillParams& p, Control<kD>* control, uint32_t ring, int warp, int lane)
-      : p_(p), control_(control), ring_(ring), warp_(warp), lane_(lane) {}
+      : p_(p), control_(control), ring_(ring), lane_(lane), keys_(warp == 0), values_(warp == kCopiers - 1) {}
 
   __device__ __forceinline__ void run() {
     Place<Shape::kQuerySlots> plan;
@@ -100,68 +99,65 @@ template <int kD> class CacheCopier {
       mbarrier_arrive(shared_address(&control_->queries_empty[plan.slot]));
       plan.next();
       if (tile_.steps < 0) break;
+      int block = 0, next = block_of(tile_.steps - 1, lane_);
       for (int step = tile_.steps - 1; step >= -1; --step) {
-        if (step >= 0) copy(false, step);
-        if (step + 1 < tile_.steps) copy(true, step + 1);
+        const int previous = block;
+        block = next;
+        next = block_of(step - 1, lane_);
+        if (step >= 0) {
+          if (keys_) copy(&p_.keys, step, block);
+          place_.next();
+        }
+        if (step + 1 < tile_.steps) {
+          if (values_) copy(&p_.values, step + 1, previous);
+          place_.next();
+        }
       }
     }
   }
 
  private:
-  __device__ __forceinline__ void copy(bool values, int step) {
-    const CUtensorMap* map = values ? &p_.values : &p_.keys;
+  __device__ __forceinline__ int key_of(int step, int copy) const {
+    return tile_.start + step * Shape::kKeys + copy * p_.copy_rows;
+  }
+  // The cache block that has the keys of a copy.
+  __device__ __forceinline__ int block_of(int step, int copy) const {
     const AttentionParams& a = p_.attention;
-    const int32_t* table = a.block_tables + tile_.request * a.table_stride;
-    const int first = tile_.start + step * Shape::kKeys;
-    const int copies = (min(Shape::kKeys, tile_.seq_len - first) + p_.copy_rows - 1) / p_.copy_rows;
-    const int mine = (copies - warp_ + kCopiers - 1) / kCopiers;  // copies warp, warp + kCopiers, ...
+    const int key = key_of(step, copy);
+    const bool needed = step >= 0 && copy * p_.copy_rows < Shape::kKeys && key < tile_.seq_len;
+    return needed ? a.block_tables[tile_.request * a.table_stride + a.block_size.divide(key)] : 0;
+  }
+
+  // Keys or values of the tile `step`; `block` is the lane's first copy's.
+  __device__ __forceinline__ void copy(const CUtensorMap* map, int step, int block) {
+    const AttentionParams& a = p_.attention;
+    const int block_size = static_cast<int>(a.block_size.value);
+    const int keys = min(Shape::kKeys, tile_.seq_len - key_of(step, 0));
     const uint32_t full = shared_address(&control_->full[place_.slot]);
     const uint32_t slot = ring_ + place_.slot * Shape::kSlotBytes;
-    for (int done = 0; done == 0 || done < mine; done += 32) {
-      const int copy = warp_ + (done + lane_) * kCopiers;
-      const int key = first + copy * p_.copy_rows;
-      const int column = a.block_size.divide(key);
-      const int row = key - column * static_cast<int>(a.block_size.value);
-      const int block = copy < copies ? table[column] : 0;
-      if (done == 0) {
-        mbarrier_wait(shared_address(&control_->empty[place_.slot]), place_.parity ^ 1);
-        if (lane_ == 0) mbarrier_arrive_expect(full, mine * p_.copy_rows * Shape::kAtoms * kAtomRow);
-        __syncwarp();
-      }
-      const int here = min(32, mine - done);
-      for (int i = 0; i < here; i += kBatch) {  // ids first, then copies back to back: the issuing lane waits once a batch
-        int from_block[kBatch], from_row[kBatch];
+    mbarrier_wait(shared_address(&control_->empty[place_.slot]), place_.parity ^ 1);
+    if (lane_ == 0) mbarrier_arrive_expect(full, ((keys + p_.copy_rows - 1) & ~(p_.copy_rows - 1)) * Shape::kAtoms * kAtomRow);
+    __syncwarp();
+    for (int copy = lane_; copy * p_.copy_rows < keys; copy += 32) {
+      if (copy >= 32) block = block_of(step, copy);
+      const int key = key_of(step, copy), row = key - a.block_size.divide(key) * block_size;
+      const uint32_t target = slot + copy * p_.copy_rows / 8 * Shape::kTileGroup + copy * p_.copy_rows % 8 * kAtomRow;
+      if (p_.whole_copies) {
+        tensor_copy(target, map, full, 0, 0, 0, tile_.kv_head * (block_size / 8) + row / 8, block);
+      } else {
 #pragma unroll
-        for (int u = 0; u < kBatch; ++u) {
-          from_block[u] = __shfl_sync(0xffffffffu, block, i + u);
-          from_row[u] = __shfl_sync(0xffffffffu, row, i + u);
-        }
-        if (lane_ == 0) {
-#pragma unroll
-          for (int u = 0; u < kBatch; ++u) {
-            if (i + u >= here) break;
-            const int index = warp_ + (done + i + u) * kCopiers;
-            if (p_.whole_copies) {
-              tensor_copy(slot + index * (p_.copy_rows / 8) * p_.group_bytes, map, full, 0, 0, 0,
-                          tile_.kv_head * (static_cast<int>(a.block_size.value) / 8) + from_row[u] / 8, from_block[u]);
-              continue;
-            }
-#pragma unroll
-            for (int atom = 0; atom < Shape::kAtoms; ++atom) {
-              tensor_copy(slot + index * p_.copy_rows * kAtomRow + atom * Shape::kKeyAtom, map, full, atom * 64, from_row[u],
-                          tile_.kv_head, from_block[u]);
-            }
-          }
+        for (int atom = 0; atom < Shape::kAtoms; ++atom) {
+          tensor_copy(target + atom * Shape::kTileAtom, map, full, atom * 64, row, tile_.kv_head, block);
         }
       }
     }
-    place_.next();
   }
 
   const PrefillParams& p_;
   Control<kD>* control_;
   uint32_t ring_;
-  int warp_, lane_;
+  int lane_;
+  bool keys_, values_;  // what this warp brings
   Tile tile_;
   Place<Shape::kSlots> place_;
 };

@@ -34,7 +34,10 @@ __device__ __forceinline__ uint64_t operand(uint32_t address, int leading_bytes,
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(leading_bytes >> 4) << 16 |
          static_cast<uint64_t>(stride_bytes >> 4) << 32 | uint64_t{1} << 62;
 }
-__device__ __forceinline__ uint64_t advance(uint64_t operand, int bytes) { return operand + (bytes >> 4); }
+// The same operand `bytes` further. The start address has 14 bits of its own: 32-bit arithmetic is enough.
+__device__ __forceinline__ uint64_t advance(uint64_t operand, int bytes) {
+  return (operand & 0xffffffff00000000u) | static_cast<uint32_t>(static_cast<uint32_t>(operand) + (bytes >> 4));
+}
 
 template <typename T, int kN> struct Wgmma;
 
@@ -118,11 +121,10 @@ template <int kCount> __device__ __forceinline__ void pin(uint32_t (&values)[kCo
     asm volatile("" : "+r"(values[i][0]), "+r"(values[i][1]), "+r"(values[i][2]), "+r"(values[i][3])::"memory");
   }
 }
-// Ends a basic block once `value`, which is never negative, is there. The assembler moves a wait for products up over arithmetic
-// that does not depend on them; it cannot move it over this.
-__device__ __forceinline__ void finish_before(float value) {
-  asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p trap;\n}" ::"f"(value) : "memory");
-}
+
+// A value that is the same in all lanes, in a register of the warp instead of one of each lane: descriptions of operands and
+// addresses of copies have to be there, and each costs a move of a dozen cycles from elsewhere.
+__device__ __forceinline__ uint32_t uniform(uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 // mbarriers, by their shared-memory address. A phase ends when all arrivals and all announced bytes are there; a wait for
 // `parity` returns once the phase of that parity is over (on a fresh barrier, a wait for parity 1 returns at once).

@@ -71,7 +71,7 @@ FAMILIES: dict[str, Family] = {
         {
             "keys": Parameter("RESEARCH_ENGINE_PREFILL_KEYS", (64, 128), "of a tile"),
             "slots": Parameter("RESEARCH_ENGINE_PREFILL_SLOTS", tuple(range(4, 17)), "tiles of the ring, at most"),
-            "copiers": Parameter("RESEARCH_ENGINE_PREFILL_COPIERS", (1, 2, 3), "warps that bring keys and values"),
+            "copiers": Parameter("RESEARCH_ENGINE_PREFILL_COPIERS", (1, 2), "warps that bring keys and values"),
         },
     ),
 }
