@@ -131,8 +131,8 @@ def _sample(
     """The parts of a step; `returned` is when the engine was ready for the next one.
 
     Of a device that works by itself, a step's time was seen where the host waited for its end, and where its beginning
-    is known: with the end of the step before it, waited for as well, if it had been handed over by then; otherwise with
-    its handover, which for a graph is a moment.
+    is known: with the end of the step before it, waited for as well, if it had been handed over by then; otherwise the
+    device was free when it came, and begins a graph at once.
     """
     work, handed = work_of_record(record), watch.handed.pop(record.step)
     own = Sample(
@@ -142,12 +142,11 @@ def _sample(
     if not apart:
         watch.waits_from.pop(record.step)
         return own._replace(handover=0.0, device=record.executed - record.committed)
-    waited = _waited(record, watch)
-    queued = before is not None and before.executed >= handed
-    if before is not None and queued and waited and _waited(before, watch):
-        own = own._replace(device=record.executed - before.executed)
-    elif waited and not queued and ladders.kind(work) is not StepKind.LAUNCHED:
-        own = own._replace(device=record.executed - handed)
+    if _waited(record, watch):
+        if before is not None and before.executed >= handed and _waited(before, watch):
+            own = own._replace(device=record.executed - before.executed)
+        elif ladders.kind(work) is not StepKind.LAUNCHED:
+            own = own._replace(device=record.executed - handed)
     if before is not None:
         watch.waits_from.pop(before.step, None)
     return own

@@ -203,10 +203,10 @@ def fit_together(
         basis: of `designed`.
     """
     alone, loaded = ProfiledCost(designed), ProfiledCost(refined)
-    scaled = [
-        sample._replace(device=sample.device * loaded.time_of(sample.work).device / alone.time_of(sample.work).device)
-        for sample in measured
-    ]
+    scaled = []
+    for sample in measured:
+        before, now = (cost.time_of(sample.work).device for cost in (alone, loaded))
+        scaled.append(sample._replace(device=sample.device * now / before) if before else sample)
     counts = [_MEASURED] * len(scaled) + [1.0] * len(served)
     own = fit_samples([*scaled, *served], basis, model=refined.model, machine=refined.machine, counts=counts)
     return replace(
