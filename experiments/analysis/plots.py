@@ -25,7 +25,7 @@ STYLES: tuple[tuple[str, Any], ...] = (
 )
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDTH = 7.2  # inches: a paper's two columns
-LINE = 115  # letters of a title's line
+LINE = 122  # letters of a title's line
 _PANELS = (("ttft", "TTFT (s)"), ("itl", "inter-token latency (s)"), ("e2e", "end-to-end latency (s)"))
 _SETTINGS = {
     "font.size": 8,

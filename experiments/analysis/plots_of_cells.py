@@ -13,6 +13,7 @@ from experiments.analysis.cells import CellResults
 from experiments.analysis.metrics import METRICS, Metric
 from experiments.analysis.plots import STYLES, drawing, legend_below, line_style, marker, save
 from experiments.analysis.statistics import Interval, bootstrap_interval
+from experiments.analysis.tables import digits_of
 
 
 def interval_of(cell: CellResults, metric: Metric) -> Interval:
@@ -73,13 +74,14 @@ def _lines(cells: Sequence[CellResults], x: str) -> dict[str, list[CellResults]]
 
 
 def _grow(axis: Any, values: Sequence[float]) -> None:
-    """Logarithmic upwards where the values spread over more than a factor of 20; from 0 otherwise."""
+    """Logarithmic upwards where the values spread over more than a factor of 20; from 0 to above all otherwise."""
     positive = [value for value in values if value > 0]
     if positive and max(positive) > 20 * min(positive):
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:g}")
     else:
-        axis.set_ylim(bottom=0)
+        top = float(axis.dataLim.ymax)
+        axis.set_ylim(0, 1.06 * top if 0 < top < math.inf else None)
 
 
 def _spread(axis: Any, levels: Sequence[float]) -> None:
@@ -117,6 +119,7 @@ def _is_beaten(point: tuple[float, float], others: Sequence[tuple[float, float]]
 def heatmap(cells: Sequence[CellResults], x: str, y: str, name: str, title: str, path: Path) -> list[Path]:
     """A metric over two factors, each tile with its number; cells that share both levels are averaged."""
     metric = METRICS[name]
+    digits = digits_of(metric, cells)
     columns, rows = (list(dict.fromkeys(cell.levels[f] for cell in cells)) for f in (x, y))
     tiles = np.full((len(rows), len(columns)), np.nan)
     for i, row in enumerate(rows):
@@ -136,7 +139,7 @@ def heatmap(cells: Sequence[CellResults], x: str, y: str, name: str, title: str,
         low, high = (np.nanmin(tiles), np.nanmax(tiles)) if np.isfinite(tiles).any() else (0.0, 0.0)
         for i, j in np.ndindex(tiles.shape):
             dark = tiles[i, j] < (low + high) / 2
-            text = "-" if np.isnan(tiles[i, j]) else f"{tiles[i, j]:.{metric.digits}f}"
+            text = "-" if np.isnan(tiles[i, j]) else f"{tiles[i, j]:.{digits}f}"
             axis.text(j, i, text, ha="center", va="center", fontsize=7, color="white" if dark else "black")
         figure.colorbar(image, ax=axis, label=metric.label)
         return save(figure, path)

@@ -125,7 +125,8 @@ def _plot(run: RunFiles, plot: Mapping[str, Any], path: Path) -> list[Path]:
 
 def _factor(run: RunFiles, wanted: str | None, why: str, *, without: str = "", numeric: bool = False) -> str:
     factors = plots_of_cells.numeric_factors(run.cells) if numeric else list(run.config.get("factors") or {})
-    factors = [factor for factor in factors if factor != without]
+    several = {name for name in factors if len({cell.levels.get(name) for cell in run.cells}) > 1}
+    factors = sorted((name for name in factors if name != without), key=lambda name: name not in several)
     if wanted is not None and wanted not in factors:
         raise _CannotPlot(f"{why}; {wanted!r} is none")
     if not factors:

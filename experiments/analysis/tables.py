@@ -55,7 +55,7 @@ def build_table(
     rows, marks, within = [], False, False
     for name in names:
         metric = METRICS[name]
-        digits = _digits(metric, cells)
+        digits = digits_of(metric, cells)
         entries = []
         for cell in cells:
             entry, is_within = _entry(cell, metric, digits)
@@ -138,7 +138,7 @@ def _usual(cells: Sequence[CellResults]) -> list[str]:
     return out
 
 
-def _digits(metric: Metric, cells: Sequence[CellResults]) -> int:
+def digits_of(metric: Metric, cells: Sequence[CellResults]) -> int:
     """The metric's own digits, or as many as the largest value needs to show two that count."""
     values = [abs(value) for cell in cells for value in cell.values(metric).values() if value == value]
     largest = max(values, default=0.0)

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments.analysis.plots import LINE, STYLES, drawing, line_style
-from experiments.analysis.plots_of_cells import _spread
+from experiments.analysis.plots_of_cells import _grow, _spread
 
 
 def test_as_many_curves_as_colours_times_lines_all_differ() -> None:
@@ -24,6 +24,13 @@ def test_levels_of_several_powers_of_two_lie_apart(levels: list[float], scale: s
     assert axis.get_xscale() == scale
     if scale == "log":
         assert [label.get_text() for label in axis.get_xticklabels()] == ["8", "16", "64", "256"]
+
+
+def test_no_point_lies_on_the_upper_edge() -> None:
+    axis = Figure().subplots()
+    axis.plot([1, 2], [8.9, 9.4])
+    _grow(axis, [8.9, 9.4])
+    assert axis.get_ylim() == pytest.approx((0, 1.06 * 9.4))
 
 
 def test_a_long_title_goes_on_below() -> None:
