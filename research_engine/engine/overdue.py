@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 _SIGNAL = getattr(signal, "SIGRTMIN", None)  # where the system has none, nothing is watched
+_LIBRARIES = os.path.dirname(os.__file__)  # of Python, and of what is installed beneath it
 _LOOKS = 8  # at a call, over the time that it may take
 
 
@@ -20,11 +22,13 @@ class Overdue(BaseException):
     """Raised in the midst of a policy's call; no Exception, for a policy that catches those would catch it, too."""
 
     def where(self) -> str:
-        """File, line and function that it ended."""
+        """File, line and function that it ended: the innermost that is not a library's."""
         frame, there = self.__traceback__, ""
-        while frame is not None and frame.tb_frame.f_code.co_filename != __file__:  # the last is the signal's handler
+        while frame is not None:
             code = frame.tb_frame.f_code
-            there, frame = f"{code.co_filename}:{frame.tb_lineno}, {code.co_name}", frame.tb_next
+            if code.co_filename != __file__ and not code.co_filename.startswith(_LIBRARIES):  # nor the signal's handler
+                there = f"{code.co_filename}:{frame.tb_lineno}, {code.co_name}"
+            frame = frame.tb_next
         return there
 
 

@@ -190,7 +190,8 @@ def test_every_engine_option_is_a_setting() -> None:
         "task",
         "runner",
         "pooling",
-    }  # it generates
+        "quantization",
+    }  # it generates, and takes the weights as the model it names has them
     assert {entry.name for entry in fields(EngineOptions)} - given_by_the_trial <= set(TrialSettings.model_fields)
 
 
