@@ -50,6 +50,7 @@ struct AttentionParams {
   int window;  // 0: none
   bool causal;
   bool vectors;         // every row of the caches can be read in 16-byte vectors
+  bool out_vectors;     // and every row of out written
   bool single_queries;  // auto path: the decode kernel takes requests of one query token, the prefill kernel the rest
   // The decode kernel alone: a row is cut into at most num_splits ranges of split_size keys.
   int64_t num_rows;

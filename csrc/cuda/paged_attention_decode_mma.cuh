@@ -54,56 +54,73 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeTile<C, kD, k
   using typename Tile::Shape;
   static constexpr int kGroup = most_heads(kD);
   using Tile::kHeadTiles, Tile::kQuantized, Tile::kTiles;
+  using typename Tile::M;
   using Tile::g_, Tile::lane_, Tile::out_, Tile::p_, Tile::q_, Tile::sum_, Tile::top_, Tile::warp_;
+
+  // A part of a (row, head group) that a warp leaves for others to add up.
+  struct Open {
+    int index, group, begin, end, num_units;  // row in the grid, head group, units
+  };
 
  public:
   __device__ __forceinline__ DecodeBlock(const AttentionParams& p, char* shared)
       : Tile(p) {
     stages_ = shared;
-    ring_ = shared_address(shared) + warp_ * 2 * Shape::kTileBytes;
+    ring_ = shared_address(shared) + warp_ * Shape::kRingBytes;
     policy_ = read_once_policy();
-    sums_ = reinterpret_cast<float*>(shared + Shape::kStages * Shape::kStageBytes);
-    ends_ = reinterpret_cast<float2*>(sums_ + kRows * Shape::kSumStride);
-    factors_ = reinterpret_cast<float*>(ends_ + kWarps * kRows);
-    tops_ = factors_ + kRows;
-    flag_ = reinterpret_cast<int*>(tops_ + kRows);
+    firsts_ = reinterpret_cast<float*>(shared + kWarps * Shape::kRingBytes);
+    ends_ = reinterpret_cast<float2*>(firsts_ + kWarps * kRows * Shape::kSumStride);
+    queries_ = reinterpret_cast<char*>(ends_ + 2 * kWarps * kRows);
+    open_ = reinterpret_cast<Open*>(queries_ + kWarps * Shape::kQueryBytes);
+    flag_ = reinterpret_cast<int*>(open_ + 2 * kWarps);
     groups_per_head_ = (p.group_size + kGroup - 1) / kGroup;
   }
 
   __device__ __forceinline__ void run(Plan& plan) {
     prefetch_tables();
     Cursor use;
-    if (!decode::find_share(p_, plan, use, reinterpret_cast<int*>(sums_))) return;
-    __syncthreads();
-    Cursor load = use;
+    if (!decode::find_share(p_, plan, use, flag_ + 1)) return;
+    if (lane_ < 2) open_[2 * warp_ + lane_].num_units = 0;
+    if (use.left > 0) stream(use, plan);
+    if (plan.by_cluster) {
+      end_in_cluster(use);
+    } else if (!plan.fixed) {
+      __syncthreads();
+      settle(plan);
+    }
+  }
+
+ private:
+  // Goes through the warp's run. In a cluster it ends with sums in registers, otherwise with nothing but what `settle` adds up.
+  __device__ __forceinline__ void stream(Cursor& use, const Plan& plan) {
+    scattered_ = p_.block_size.value % kTile != 0 || plan.unit_keys % kTile != 0;
+    Cursor ahead = use;
+    int next_blocks = fetch_blocks(ahead);
     bool loading = true;
-    fetch_block(load);
-    for (int stage = 0; stage < Shape::kStages - 1; ++stage) loading = issue(load, plan, stage, loading);
+    Load load;
+    advance(load, ahead, next_blocks, plan, true);
+    for (int stage = 0; stage < Shape::kStages - 1; ++stage) loading = issue(load, ahead, next_blocks, plan, stage, loading);
     int slot = 0;
-    bool fresh = true;
+    bool first = true, fresh = true;
     while (true) {
-      if (fresh) begin_piece(use);
-      loading = issue(load, plan, (slot + Shape::kStages - 1) % Shape::kStages, loading);
+      loading = issue(load, ahead, next_blocks, plan, (slot + Shape::kStages - 1) % Shape::kStages, loading);
       wait_copies<Shape::kStages - 1>();
       __syncwarp();
-      const int key = use.key + warp_ * kTile;
-      if (key < use.key_end) this->attend(use, key, ring_ + slot * Shape::kStageBytes);
+      if (fresh) begin_piece(use, slot);
+      if (use.key < use.key_end) this->attend(use, use.key, ring_ + slot * Shape::kStageBytes);
       __syncwarp();
       slot = (slot + 1) % Shape::kStages;
-      use.key += kStep;
+      use.key += kTile;
       fresh = use.key >= use.key_end;
       if (fresh) {
-        if (plan.by_cluster) {
-          end_in_cluster(use);
-          break;
-        }
-        end_piece(use, plan);
+        if (plan.by_cluster) break;
+        end_piece(use, plan, first);
+        first = false;
         if (!decode::next_piece(use, plan, p_)) break;
       }
     }
   }
 
- private:
   // Asks for the block tables while the lengths, which say what is needed of them, are on their way; small batches alone wait
   // for either.
   __device__ __forceinline__ void prefetch_tables() const {
@@ -114,27 +131,57 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeTile<C, kD, k
     }
   }
 
-  // The block id of the next key to load; asked for one step before it is needed.
-  __device__ __forceinline__ void fetch_block(const Cursor& c) {
-    const int key = c.key + warp_ * kTile + lane_ % kTile;
-    const bool valid = key >= c.row.begin && key < c.key_end;
-    block_ = valid ? p_.block_tables[c.row.request * p_.table_stride + p_.block_size.divide(key)] : -1;
+  // A stretch of a piece whose entries of the block table the warp's lanes hold: of 32 tiles, or, where a tile's keys may lie in
+  // several blocks, of 32 keys. Stretches are asked for while the one before is copied.
+  struct Load {
+    int key, stretch_end, begin, end;  // next tile; keys outside of [begin, end) are masked
+    int kv_head;
+    int64_t token;
+    int first_head, heads;
+    int blocks, from;  // this lane's entry, and the tile or key that lane 0 has it for
+    bool fresh;        // the tile is a piece's first
+  };
+
+  __device__ __forceinline__ int fetch_blocks(const Cursor& c) {
+    const int span = scattered_ ? 1 : kTile, key = c.key + lane_ * span;
+    const bool valid = key + span > c.row.begin && key < c.key_end;
+    return valid ? p_.block_tables[c.row.request * p_.table_stride + p_.block_size.divide(key)] : -1;
   }
 
-  // Starts the copies of a step into a stage, and moves on. A group is committed even when nothing is left, so that counts hold.
-  __device__ __forceinline__ bool issue(Cursor& c, const Plan& plan, int stage, bool loading) {
+  // Moves the loads on to the stretch at `ahead`, whose entries have come, and asks for those of the next. False at the end.
+  __device__ __forceinline__ bool advance(Load& load, Cursor& ahead, int& next_blocks, const Plan& plan, bool fresh) {
+    if (ahead.left <= 0) return false;
+    const int stretch = scattered_ ? 32 : 32 * kTile;
+    load.key = load.from = ahead.key;
+    load.stretch_end = min(static_cast<int64_t>(ahead.key) + stretch, static_cast<int64_t>(ahead.key_end));
+    load.begin = ahead.row.begin;
+    load.end = ahead.key_end;
+    load.kv_head = ahead.group / groups_per_head_;
+    load.token = ahead.row.token;
+    load.first_head = first_head(ahead);
+    load.heads = num_heads(ahead);
+    load.blocks = next_blocks;
+    load.fresh = fresh;
+    ahead.key = load.stretch_end;
+    if (ahead.key < ahead.key_end || decode::next_piece(ahead, plan, p_)) next_blocks = fetch_blocks(ahead);
+    return true;
+  }
+
+  // Starts the copies of a tile into a stage, and moves on. A group is committed even when nothing is left, so that counts hold.
+  __device__ __forceinline__ bool issue(Load& load, Cursor& ahead, int& next_blocks, const Plan& plan, int stage, bool loading) {
     if (loading) {
-      const int first = c.key + warp_ * kTile;
-      const int kv_head = c.group / groups_per_head_;
       const uint32_t keys = ring_ + stage * Shape::kStageBytes, values = keys + Shape::kTileBytes;
-      const C* key_head = static_cast<const C*>(p_.key_cache) + kv_head * p_.key_head_stride;
-      const C* value_head = static_cast<const C*>(p_.value_cache) + kv_head * p_.value_head_stride;
-      if (p_.block_size.value % kTile == 0 && plan.unit_keys % kTile == 0) {  // the step's keys lie together in one block
-        const int64_t block = max(static_cast<int>(__reduce_max_sync(0xffffffffu, block_)), 0);
-        const int inside = first - p_.block_size.divide(first) * static_cast<int>(p_.block_size.value);
+      if constexpr (Shape::kQueryAhead) {
+        if (load.fresh) copy_queries(load, stage);
+      }
+      const C* key_head = static_cast<const C*>(p_.key_cache) + load.kv_head * p_.key_head_stride;
+      const C* value_head = static_cast<const C*>(p_.value_cache) + load.kv_head * p_.value_head_stride;
+      if (!scattered_) {  // the tile's keys lie together in one block
+        const int64_t block = max(__shfl_sync(0xffffffffu, load.blocks, (load.key - load.from) / kTile), 0);
+        const int inside = load.key - p_.block_size.divide(load.key) * static_cast<int>(p_.block_size.value);
         const C* key_rows = key_head + block * p_.key_block_stride + inside * kD + lane_ * Shape::kInChunk;
         const C* value_rows = value_head + block * p_.value_block_stride + inside * kD + lane_ * Shape::kInChunk;
-        const int low = c.row.begin - first, high = c.key_end - first;
+        const int low = load.begin - load.key, high = load.end - load.key;
         if (low <= 0 && high >= kTile) {
           copy_rows(keys, key_rows, 0, kTile);
           copy_rows(values, value_rows, 0, kTile);
@@ -143,25 +190,35 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeTile<C, kD, k
           copy_rows(values, value_rows, low, high);
         }
       } else {
-        const int key = first + lane_ % kTile;
+        const int key = load.key + lane_ % kTile;
         const int inside = key - p_.block_size.divide(key) * static_cast<int>(p_.block_size.value);
 #pragma unroll
         for (int i = 0; i < kTile * Shape::kChunks; i += 32) {
           const int row = (i + lane_) / Shape::kChunks, chunk = (i + lane_) % Shape::kChunks;
-          const int64_t block = __shfl_sync(0xffffffffu, block_, row);
-          const int offset = __shfl_sync(0xffffffffu, inside, row) * kD + chunk * Shape::kInChunk;
+          const int64_t block = __shfl_sync(0xffffffffu, load.blocks, (load.key - load.from + row) % 32);
+          const int offset = __shfl_sync(0xffffffffu, inside, row % kTile) * kD + chunk * Shape::kInChunk;
           const int64_t at = max(block, int64_t{0});
           if (beyond(i)) continue;
           copy_async_16(keys + Shape::offset(row, chunk), key_head + at * p_.key_block_stride + offset, block >= 0, policy_);
           copy_async_16(values + Shape::offset(row, chunk), value_head + at * p_.value_block_stride + offset, block >= 0, policy_);
         }
       }
-      c.key += kStep;
-      if (c.key >= c.key_end) loading = decode::next_piece(c, plan, p_);
-      if (loading) fetch_block(c);
+      load.key += kTile;
+      load.fresh = load.key >= load.end;
+      if (load.key >= load.stretch_end) loading = advance(load, ahead, next_blocks, plan, load.fresh);
     }
     commit_copies();
     return loading;
+  }
+
+  // The queries of the piece that begins with the tile of this stage.
+  __device__ __forceinline__ void copy_queries(const Load& load, int stage) {
+    const C* rows = static_cast<const C*>(p_.query) + load.token * p_.query_token_stride + load.first_head * p_.query_head_stride;
+    const uint32_t to = shared_address(queries_) + warp_ * Shape::kQueryBytes + stage * kRows * kD * sizeof(C);
+    for (int item = lane_; item < load.heads * Shape::kChunks; item += 32) {
+      const int head = item / Shape::kChunks, chunk = item % Shape::kChunks;
+      copy_async_16(to + item * 16, rows + head * p_.query_head_stride + chunk * Shape::kInChunk, true);
+    }
   }
 
   // Whether this lane's chunk of the copies from `i` on is past the tile, whose chunks need not be a multiple of 32.
@@ -179,130 +236,213 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeTile<C, kD, k
     }
   }
 
-  __device__ __forceinline__ int first_head(const Cursor& c) const {
-    return c.group / groups_per_head_ * p_.group_size + c.group % groups_per_head_ * kGroup;
+  __device__ __forceinline__ int first_head(int group) const {
+    return group / groups_per_head_ * p_.group_size + group % groups_per_head_ * kGroup;
   }
-  __device__ __forceinline__ int num_heads(const Cursor& c) const {
-    return min(kGroup, p_.group_size - c.group % groups_per_head_ * kGroup);
+  __device__ __forceinline__ int num_heads(int group) const {
+    return min(kGroup, p_.group_size - group % groups_per_head_ * kGroup);
+  }
+  __device__ __forceinline__ int first_head(const Cursor& c) const { return first_head(c.group); }
+  __device__ __forceinline__ int num_heads(const Cursor& c) const { return num_heads(c.group); }
+
+  __device__ __forceinline__ void begin_piece(const Cursor& c, int stage) {
+    if constexpr (Shape::kQueryAhead) {
+      const char* rows = queries_ + warp_ * Shape::kQueryBytes + stage * kRows * kD * sizeof(C);
+      this->begin(rows, kD, first_head(c), num_heads(c));
+    } else {
+      const int64_t rows = c.row.token * p_.query_token_stride + first_head(c) * p_.query_head_stride;
+      this->begin(static_cast<const char*>(p_.query) + 2 * rows, p_.query_head_stride, first_head(c), num_heads(c));
+    }
   }
 
-  __device__ __forceinline__ void begin_piece(const Cursor& c) {
-    const int64_t rows = c.row.token * p_.query_token_stride + first_head(c) * p_.query_head_stride;
-    this->begin(rows, first_head(c), num_heads(c));
-  }
-
-  // Adds up the warps and writes the piece's result: the row's output, or a partial and perhaps the merge of all partials.
-  __device__ __forceinline__ void end_piece(const Cursor& c, const Plan& plan) {
+  // Ends a piece: a whole (row, head group) is written, a part is left in shared memory or, with split_size, in the workspace.
+  __device__ __forceinline__ void end_piece(const Cursor& c, const Plan& plan, bool first) {
 #pragma unroll
     for (int h = 0; h < kHeadTiles; ++h) {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
 #pragma unroll
         for (int mask = 4; mask < 32; mask *= 2) sum_[h][b] += __shfl_xor_sync(0xffffffffu, sum_[h][b], mask);
-        if (g_ == 0) ends_[warp_ * kRows + h * 8 + q_ * 2 + b] = make_float2(top_[h][b], sum_[h][b]);
       }
     }
-    __syncthreads();
-    float2 end[kHeadTiles][2];
-    float rescale[kHeadTiles][2];
+    if (c.piece == c.num_units) {
+      write_row(c);
+    } else if (plan.fixed) {
+      leave_in_workspace(c, plan);
+    } else {
+      const bool last = c.left == c.piece;
+      leave_in_block(c, last ? 1 : 0);
+    }
+  }
+
+  __device__ __forceinline__ void write_row(const Cursor& c) {
+    const int heads = num_heads(c), first = first_head(c);
 #pragma unroll
     for (int h = 0; h < kHeadTiles; ++h) {
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        const float2* warps = ends_ + h * 8 + q_ * 2 + b;
-        float top = -INFINITY, sum = 0.0f;
+        const int mine = h * 8 + q_ * 2 + b;
+        if (mine >= heads) continue;
+        const float factor = finish_row(c.row.token, first + mine, top_[h][b], sum_[h][b], g_ == 0);
+        constexpr int kTogether = !kQuantized && kD % 64 == 0 ? 4 : 1;  // tiles of neighbouring columns
+        if (kTogether == 4 && p_.out_vectors) {
+          C* out = static_cast<C*>(p_.out) + c.row.token * p_.out_token_stride + (first + mine) * p_.out_head_stride;
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) top = fmaxf(top, warps[w * kRows].x);
+          for (int t = 0; t < kTiles; t += kTogether) {
+            uint32_t pairs[4];
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) sum += exp2_fast(warps[w * kRows].x - finite_top(top)) * warps[w * kRows].y;
-        end[h][b] = make_float2(top, sum);
-        rescale[h][b] = exp2_fast(top_[h][b] - finite_top(top));
-      }
-    }
-    for (int w = 0; w < kWarps; ++w) {
-      if (warp_ == w) {
+            for (int i = 0; i < kTogether; ++i) pairs[i] = pack_pair<M>(out_[t + i][h][b] * factor, out_[t + i][h][2 + b] * factor);
+            *reinterpret_cast<uint4*>(out + this->column(t)) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+          }
+        } else {
 #pragma unroll
-        for (int h = 0; h < kHeadTiles; ++h) {
-#pragma unroll
-          for (int b = 0; b < 2; ++b) {
-            float* row = sums_ + (h * 8 + q_ * 2 + b) * Shape::kSumStride;
-#pragma unroll
-            for (int t = 0; t < kTiles; ++t) {
-              float2* target = reinterpret_cast<float2*>(row + this->column(t));
-              const float2 before = w == 0 ? make_float2(0.0f, 0.0f) : *target;
-              *target = make_float2(before.x + out_[t][h][b] * rescale[h][b], before.y + out_[t][h][2 + b] * rescale[h][b]);
-            }
+          for (int t = 0; t < kTiles; ++t) {
+            write_pair(c.row.token, first + mine, this->column(t), out_[t][h][b] * factor, out_[t][h][2 + b] * factor);
           }
         }
       }
-      __syncthreads();
     }
+  }
 
-    const int heads = num_heads(c), head = first_head(c);
-    const int pair_begin = plan.end - c.left - c.unit;  // first unit of the (row, group) in the line
-    int parts = c.num_units, counter = pair_begin, first_slot = pair_begin, slot = pair_begin + c.unit;
-    if (!plan.fixed) {
-      // A block has at most two partials: its first piece may continue a row (slot 2b), its last may begin one (2b + 1).
-      counter = plan.block_of(pair_begin);
-      parts = plan.block_of(pair_begin + c.num_units - 1) - counter + 1;
-      first_slot = 2 * counter + (plan.begin_of(counter) == pair_begin ? 0 : 1);
-      slot = blockIdx.x == counter ? first_slot : 2 * blockIdx.x;
-    }
-    if (parts == 1) {
-      if (warp_ == 0 && g_ == 0) {
-#pragma unroll
-        for (int i = 0; i < kHeadTiles * 2; ++i) finish_row(c.row, heads, head, i / 2 * 8 + q_ * 2 + i % 2, end[i / 2][i % 2]);
-      }
-      __syncthreads();
-      for (int item = threadIdx.x; item < heads * (kD / 4); item += kThreads) {
-        const int h = item / (kD / 4), at = item % (kD / 4) * 4;
-        const float4 value = *reinterpret_cast<const float4*>(sums_ + h * Shape::kSumStride + at);
-        write_pair(c.row, head + h, at, value.x * factors_[h], value.y * factors_[h]);
-        write_pair(c.row, head + h, at + 2, value.z * factors_[h], value.w * factors_[h]);
-      }
-      __syncthreads();
-      return;
-    }
+  // The sums of parts in shared memory: part 0 of a warp has a place of its own, part 1, its last, the ring's.
+  __device__ __forceinline__ float* part_sums(int part) const {
+    return part % 2 == 0 ? firsts_ + part / 2 * kRows * Shape::kSumStride
+                         : reinterpret_cast<float*>(stages_ + part / 2 * Shape::kRingBytes);
+  }
 
-    const int64_t slot_size = static_cast<int64_t>(min(p_.group_size, kGroup)) * (kD + 2);
-    float* slots = p_.workspace + p_.num_counters;
-    if (plan.fixed) counter += kCounters;
-    float* mine = slots + slot * slot_size;
-    for (int item = threadIdx.x; item < heads * (kD / 2); item += kThreads) {
-      const int h = item / (kD / 2), at = item % (kD / 2) * 2;
-      __stcg(reinterpret_cast<float2*>(mine + h * (kD + 2) + 2 + at),
-             *reinterpret_cast<const float2*>(sums_ + h * Shape::kSumStride + at));
-    }
-    if (warp_ == 0 && g_ == 0) {
+  __device__ __forceinline__ void leave_in_block(const Cursor& c, int which) {
+    static_assert(kRows * Shape::kSumStride * 4 <= Shape::kRingBytes, "a warp's last sums take its ring's place");
+    const int part = 2 * warp_ + which;
+    float* sums = part_sums(part);
+    if (lane_ == 0) open_[part] = {c.index, c.group, c.unit, c.unit + c.piece, c.num_units};
 #pragma unroll
-      for (int i = 0; i < kHeadTiles * 2; ++i) {
-        const int h = i / 2 * 8 + q_ * 2 + i % 2;
-        if (h < heads) __stcg(reinterpret_cast<float2*>(mine + h * (kD + 2)), end[i / 2][i % 2]);
+    for (int h = 0; h < kHeadTiles; ++h) {
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const int row = h * 8 + q_ * 2 + b;
+        if (g_ == 0) ends_[part * kRows + row] = make_float2(top_[h][b], sum_[h][b]);
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          *reinterpret_cast<float2*>(sums + row * Shape::kSumStride + this->column(t)) = make_float2(out_[t][h][b], out_[t][h][2 + b]);
+        }
+      }
+    }
+  }
+
+  // Adds up what the warps of the block left, in the order of the keys: a (row, head group) that lies within the block is written,
+  // one that does not leaves a partial, and the block that comes last for it adds those.
+  __device__ __forceinline__ void settle(const Plan& plan) {
+    for (int part = 0; part < 2 * kWarps;) {
+      const Open open = open_[part];
+      int end = open.end, next = part + 1;
+      if (open.num_units == 0) {
+        part = next;
+        continue;
+      }
+      while (next < 2 * kWarps && (open_[next].num_units == 0 || (open_[next].index == open.index && open_[next].group == open.group))) {
+        if (open_[next].num_units > 0) end = open_[next].end;
+        ++next;
+      }
+      add_parts(plan, open, end, part, next);
+      part = next;
+    }
+  }
+
+  __device__ __forceinline__ void add_parts(const Plan& plan, const Open& open, int end, int part, int last) {
+    const int heads = num_heads(open.group), first = first_head(open.group);
+    const int64_t token = grid_row(p_, open.index).token;
+    const bool whole = open.begin == 0 && end == open.num_units;
+    int counter = 0, parts = 0, first_slot = 0;
+    float* mine = nullptr;
+    if (!whole) {
+      // A block has at most two partials: its first may continue a row (slot 2b), its last may begin one (2b + 1).
+      const int warp = blockIdx.x * kWarps + part / 2, first_unit = part % 2 == 0 ? plan.begin_of(warp)
+                                                                                 : plan.begin_of(warp + 1) - (open.end - open.begin);
+      const int begin = first_unit - open.begin;  // of the (row, group) in the line
+      counter = plan.block_of(begin);
+      parts = plan.block_of(begin + open.num_units - 1) - counter + 1;
+      first_slot = 2 * counter + (plan.block_begin(counter) == begin ? 0 : 1);
+      mine = slots() + (static_cast<int>(blockIdx.x) == counter ? first_slot : 2 * blockIdx.x) * slot_size();
+    }
+    for (int item = threadIdx.x; item < heads * (kD / 4); item += kThreads) {
+      const int h = item / (kD / 4), at = item % (kD / 4) * 4;
+      float top = -INFINITY, sum = 0.0f;
+      for (int i = part; i < last; ++i) {
+        if (open_[i].num_units > 0) top = fmaxf(top, ends_[i * kRows + h].x);
+      }
+      float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      for (int i = part; i < last; ++i) {
+        if (open_[i].num_units == 0) continue;
+        const float2 one = ends_[i * kRows + h];
+        const float scale = exp2_fast(one.x - finite_top(top));
+        sum += scale * one.y;
+        add_scaled(total, scale, *reinterpret_cast<const float4*>(part_sums(i) + h * Shape::kSumStride + at));
+      }
+      if (whole) {
+        write_four(token, first + h, at, top, sum, total);
+      } else {
+        float* to = mine + h * (kD + kSlotHead);
+        __stcg(reinterpret_cast<float4*>(to + kSlotHead + at), total);
+        if (at == 0) __stcg(reinterpret_cast<float2*>(to), make_float2(top, sum));
+      }
+    }
+    if (whole) return;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) *flag_ = arrives_last(counter, parts);
+    __syncthreads();
+    if (*flag_) merge_partials(token, 2 * counter, 2, first_slot, parts, heads, first, threadIdx.x, kThreads);
+    __syncthreads();  // flag_ may be written again
+  }
+
+  __device__ __forceinline__ int64_t slot_size() const { return static_cast<int64_t>(min(p_.group_size, kGroup)) * (kD + kSlotHead); }
+  __device__ __forceinline__ float* slots() const { return p_.workspace + p_.num_counters; }
+
+  // Whether all other parts of a row have come; its counter is then zero again.
+  __device__ __forceinline__ bool arrives_last(int counter, int parts) const {
+    int* arrived = reinterpret_cast<int*>(p_.workspace) + counter;
+    const bool last = atomicAdd(arrived, 1) == parts - 1;
+    if (last) {
+      *arrived = 0;
+      __threadfence();
+    }
+    return last;
+  }
+
+  // With split_size: the piece is a partial of its own, and the warp that comes last for the row adds them.
+  __device__ __forceinline__ void leave_in_workspace(const Cursor& c, const Plan& plan) {
+    const int warp = blockIdx.x * kWarps + warp_;
+    const int begin = plan.begin_of(warp + 1) - c.left - c.unit;  // first unit of the (row, group) in the line
+    float* mine = slots() + (begin + c.unit) * slot_size();
+    const int heads = num_heads(c);
+#pragma unroll
+    for (int h = 0; h < kHeadTiles; ++h) {
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const int row = h * 8 + q_ * 2 + b;
+        if (row >= heads) continue;
+        float* to = mine + row * (kD + kSlotHead);
+        if (g_ == 0) __stcg(reinterpret_cast<float2*>(to), make_float2(top_[h][b], sum_[h][b]));
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          __stcg(reinterpret_cast<float2*>(to + kSlotHead + this->column(t)), make_float2(out_[t][h][b], out_[t][h][2 + b]));
+        }
       }
     }
     __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      int* arrived = reinterpret_cast<int*>(p_.workspace) + counter;
-      *flag_ = atomicAdd(arrived, 1) == parts - 1;
-      if (*flag_) *arrived = 0;
+    __syncwarp();
+    int last = 0;
+    if (lane_ == 0) last = arrives_last(kCounters + begin, c.num_units);
+    if (__shfl_sync(0xffffffffu, last, 0)) {
+      merge_partials(c.row.token, begin, 1, begin, c.num_units, heads, first_head(c), lane_, 32);
     }
-    __syncthreads();
-    if (*flag_) {
-      __threadfence();
-      merge_partials(c.row, slots, slot_size, plan.fixed ? first_slot : 2 * counter, plan.fixed ? 1 : 2, first_slot, parts, heads,
-                     head);
-    }
-    __syncthreads();
   }
 
   // Ends a (row, head group) that one cluster shares: every warp leaves its sums in shared memory, and every block of the cluster adds up a
   // part of the result's columns out of all of them. A team of as many lanes as blocks takes four neighbouring columns of a head.
   __device__ __forceinline__ void end_in_cluster(const Cursor& c) {
-    static_assert(kWarps * kRows * Shape::kSumStride * 4 <= Shape::kStages * Shape::kStageBytes, "the sums take the ring's place");
     const int size = p_.cluster, rank = blockIdx.x % size;
-    __syncthreads();
-    float* mine = reinterpret_cast<float*>(stages_) + warp_ * kRows * Shape::kSumStride;
+    float* mine = part_sums(2 * warp_ + 1);
 #pragma unroll
     for (int h = 0; h < kHeadTiles; ++h) {
 #pragma unroll
@@ -336,8 +476,10 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeTile<C, kD, k
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) end[w] = load_cluster_8(ends + (w * kRows + h) * 8);
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) part[w] = load_cluster_16(sums + ((w * kRows + h) * Shape::kSumStride + at) * 4);
-      float top = fmaxf(fmaxf(end[0].x, end[1].x), fmaxf(end[2].x, end[3].x));
+      for (int w = 0; w < kWarps; ++w) part[w] = load_cluster_16(sums + w * Shape::kRingBytes + (h * Shape::kSumStride + at) * 4);
+      float top = -INFINITY;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) top = fmaxf(top, end[w].x);
       for (int mask = 1; mask < size; mask *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, mask));
       float sum = 0.0f;
       float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -345,10 +487,7 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeTile<C, kD, k
       for (int w = 0; w < kWarps; ++w) {
         const float scale = exp2_fast(end[w].x - finite_top(top));
         sum += scale * end[w].y;
-        total.x += scale * part[w].x;
-        total.y += scale * part[w].y;
-        total.z += scale * part[w].z;
-        total.w += scale * part[w].w;
+        add_scaled(total, scale, part[w]);
       }
       for (int mask = 1; mask < size; mask *= 2) {
         sum += __shfl_xor_sync(0xffffffffu, sum, mask);
@@ -358,86 +497,90 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeTile<C, kD, k
         total.w += __shfl_xor_sync(0xffffffffu, total.w, mask);
       }
       if (member == 0 && there) {
-        const RowEnd result = end_row(p_, top, sum, first + h);
-        const float factor = result.factor * (kQuantized ? head_scale(p_.value_scale, first / p_.group_size) : 1.0f);
-        write_pair(c.row, first + h, at, total.x * factor, total.y * factor);
-        write_pair(c.row, first + h, at + 2, total.z * factor, total.w * factor);
-        if (at == 0 && p_.lse != nullptr) p_.lse[c.row.token * p_.lse_token_stride + (first + h) * p_.lse_head_stride] = result.lse;
+        write_four(c.row.token, first + h, at, top, sum, total);
       }
     }
     if (size > 1) cluster_barrier();  // nobody leaves while others read its shared memory
   }
 
   // Adds a row's partials in the order of their keys. Partial s > 0 is in slot `base + s * step`, partial 0 in `first_slot`.
-  __device__ __forceinline__ void merge_partials(const Row& row, const float* slots, int64_t slot_size, int base, int step,
-                                                 int first_slot, int parts, int heads, int head) {
-    const auto partial = [&](int s) { return slots + (s == 0 ? first_slot : base + s * step) * slot_size; };
-    constexpr int kTeam = kThreads / kRows;  // threads that look at one head's maxima and sums
-    const int mine = threadIdx.x / kTeam, member = threadIdx.x % kTeam;
-    float top = -INFINITY, sum = 0.0f;
-    if (mine < heads) {
-#pragma unroll 4
-      for (int s = member; s < parts; s += kTeam) add_end(top, sum, __ldcg(reinterpret_cast<const float2*>(partial(s) + mine * (kD + 2))));
-    }
-#pragma unroll
-    for (int mask = kTeam / 2; mask > 0; mask /= 2) {
-      const float other_top = __shfl_xor_sync(0xffffffffu, top, mask), other_sum = __shfl_xor_sync(0xffffffffu, sum, mask);
-      add_end(top, sum, make_float2(other_top, other_sum));
-    }
-    if (member == 0 && mine < heads) {
-      finish_row(row, heads, head, mine, make_float2(top, sum));
-      tops_[mine] = finite_top(top);
-    }
-    __syncthreads();
-    for (int item = threadIdx.x; item < heads * (kD / 4); item += kThreads) {
+  __device__ __forceinline__ void merge_partials(int64_t token, int base, int step, int first_slot, int parts, int heads, int head,
+                                                 int thread, int threads) {
+    constexpr int kTogether = 16;  // loads on their way at once
+    for (int item = thread; item < heads * (kD / 4); item += threads) {
       const int h = item / (kD / 4), at = item % (kD / 4) * 4;
-      const float reference = tops_[h];
+      float top = -INFINITY, sum = 0.0f;
       float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-      for (int s = 0; s < parts; ++s) {
-        const float* from = partial(s) + h * (kD + 2);
-        const float scale = exp2_fast(__ldcg(from) - reference);
-        const float2 low = __ldcg(reinterpret_cast<const float2*>(from + 2 + at));
-        const float2 high = __ldcg(reinterpret_cast<const float2*>(from + 4 + at));
-        total.x += scale * low.x;
-        total.y += scale * low.y;
-        total.z += scale * high.x;
-        total.w += scale * high.y;
+      for (int s = 0; s < parts; s += kTogether) {
+        float2 end[kTogether];
+        float4 part[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const int slot = s + i == 0 ? first_slot : base + (s + i) * step;
+          const float* from = slots() + slot * slot_size() + h * (kD + kSlotHead);
+          const bool there = s + i < parts;
+          end[i] = there ? __ldcg(reinterpret_cast<const float2*>(from)) : make_float2(-INFINITY, 0.0f);
+          part[i] = there ? __ldcg(reinterpret_cast<const float4*>(from + kSlotHead + at)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+        float higher = top;
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) higher = fmaxf(higher, end[i].x);
+        const float rescale = exp2_fast(top - finite_top(higher));
+        top = higher;
+        sum *= rescale;
+        total = make_float4(total.x * rescale, total.y * rescale, total.z * rescale, total.w * rescale);
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const float scale = exp2_fast(end[i].x - finite_top(top));
+          sum += scale * end[i].y;
+          add_scaled(total, scale, part[i]);
+        }
       }
-      write_pair(row, head + h, at, total.x * factors_[h], total.y * factors_[h]);
-      write_pair(row, head + h, at + 2, total.z * factors_[h], total.w * factors_[h]);
+      write_four(token, head + h, at, top, sum, total);
     }
   }
 
-  static __device__ __forceinline__ void add_end(float& top, float& sum, float2 other) {
-    const float higher = fmaxf(top, other.x), reference = finite_top(higher);
-    sum = sum * exp2_fast(top - reference) + other.y * exp2_fast(other.x - reference);
-    top = higher;
+  static __device__ __forceinline__ void add_scaled(float4& total, float scale, const float4& part) {
+    total.x += scale * part.x;
+    total.y += scale * part.y;
+    total.z += scale * part.z;
+    total.w += scale * part.w;
   }
 
-  // The factor that normalises a head's sums, for all threads, and its lse.
-  __device__ __forceinline__ void finish_row(const Row& row, int heads, int head, int h, float2 end) {
-    if (h >= heads) return;
-    const RowEnd result = end_row(p_, end.x, end.y, head + h);
-    factors_[h] = result.factor;
-    if constexpr (kQuantized) factors_[h] *= head_scale(p_.value_scale, (head + h) / p_.group_size);
-    if (p_.lse != nullptr) p_.lse[row.token * p_.lse_token_stride + (head + h) * p_.lse_head_stride] = result.lse;
+  // The factor that normalises a head's sums; one of the threads that ask for it writes the lse.
+  __device__ __forceinline__ float finish_row(int64_t token, int head, float top, float sum, bool writes) {
+    const RowEnd result = end_row(p_, top, sum, head);
+    if (writes && p_.lse != nullptr) p_.lse[token * p_.lse_token_stride + head * p_.lse_head_stride] = result.lse;
+    return kQuantized ? result.factor * head_scale(p_.value_scale, head / p_.group_size) : result.factor;
   }
 
-  __device__ __forceinline__ void write_pair(const Row& row, int head, int column, float first, float second) {
-    const int64_t out = row.token * p_.out_token_stride + head * p_.out_head_stride + column;
+  __device__ __forceinline__ void write_four(int64_t token, int head, int column, float top, float sum, const float4& total) {
+    const float factor = finish_row(token, head, top, sum, column == 0);
+    const float x = total.x * factor, y = total.y * factor, z = total.z * factor, w = total.w * factor;
+    if (!kQuantized && p_.out_vectors) {
+      C* out = static_cast<C*>(p_.out) + token * p_.out_token_stride + head * p_.out_head_stride + column;
+      *reinterpret_cast<uint2*>(out) = make_uint2(pack_pair<M>(x, y), pack_pair<M>(z, w));
+    } else {
+      write_pair(token, head, column, x, y);
+      write_pair(token, head, column + 2, z, w);
+    }
+  }
+
+  __device__ __forceinline__ void write_pair(int64_t token, int head, int column, float first, float second) {
+    const int64_t out = token * p_.out_token_stride + head * p_.out_head_stride + column;
     store_out<C>(p_, out, first);
     store_out<C>(p_, out + 1, second);
   }
 
-  char* stages_;            // the ring of stages
-  float* sums_;             // [kRows][kSumStride]
-  float2* ends_;            // [kWarps][kRows]: maximum and sum of a warp
-  float *factors_, *tops_;  // [kRows]
+  char *stages_, *queries_;  // [kWarps] rings of stages; [kWarps][kStages][kRows][kD] where they are copied ahead
+  float* firsts_;            // [kWarps][kRows][kSumStride]: sums of a warp's first piece, if it is a part
+  float2* ends_;             // [kWarps][2][kRows]: maximum and sum of a part
+  Open* open_;               // [kWarps][2]
   int* flag_;
   uint64_t policy_;
   uint32_t ring_;
-  int groups_per_head_, block_;
+  int groups_per_head_;
+  bool scattered_;  // a tile's keys may lie in several blocks
 };
 
 template <typename C, int kD, int kRows>
@@ -449,7 +592,7 @@ __global__ void __launch_bounds__(kThreads, MmaShape<C, kD, kRows>::kBlocksPerSm
   plan.num_rows = static_cast<int>(p.num_rows);
   plan.num_groups = head_groups(p.num_kv_heads, p.group_size, kD);
   plan.fixed = p.split_size > 0;
-  plan.unit_keys = plan.fixed ? p.split_size : kStep;
+  plan.unit_keys = plan.fixed ? p.split_size : kTile;
   DecodeBlock<C, kD, kRows>(p, shared).run(plan);
 }
 
@@ -478,40 +621,47 @@ inline int multiprocessors() {
 using DecodeKernel = void (*)(AfterPredecessor<AttentionParams>);
 
 // With fewer (row, head group)s than blocks, each may be given a cluster of them, the largest that all fit in at once;
-// `clusters(size)` is how many of them the device holds.
+// `clusters(size)` is how many of them the device holds, `units` how many a (row, head group) has at most.
 template <typename Clusters>
-void launch_in_clusters(DecodeKernel kernel, LaunchShape shape, AttentionParams p, const Clusters& clusters, Stream stream) {
+void launch_in_clusters(DecodeKernel kernel, LaunchShape shape, AttentionParams p, int64_t units, const Clusters& clusters,
+                        Stream stream) {
   const int64_t lines = p.num_rows * head_groups(p.num_kv_heads, p.group_size, p.head_size), blocks = shape.blocks;
+  const int warps = static_cast<int>(shape.threads.x) / 32;
+  // Measured on an H200: a block that has a multiprocessor for itself, where two fit, takes little more than half the time for a
+  // step, and to cut by load costs three steps more than a cluster; six where one block fills a multiprocessor.
+  const bool shared = blocks > multiprocessors();
+  p.cluster_slack = shared ? 48 : 100;
+  const auto cost = [&](int size) { return shared && lines * size <= multiprocessors() ? 9 : 16; };
   p.cluster = p.split_size == 0 && lines <= blocks ? 1 : 0;
+  p.cluster_cost = cost(1);
   for (int size = kMostCluster; size > 1 && p.cluster == 1; size /= 2) {
     if (lines * size > blocks) continue;
     const int64_t most = std::min<int64_t>(clusters(size), blocks / size);
     if (lines > most) continue;
+    // A launch in clusters costs 15 % where they are not used: none for lengths up to which equal runs are faster.
+    const int64_t steps = ceil_div(units, size * warps), runs = std::min(blocks * warps, lines * units);
+    if (steps * cost(size) > lines * units * 16 / runs + p.cluster_slack) break;
     shape.cluster = p.cluster = size;
     shape.blocks = most * size;
+    p.cluster_cost = cost(size);
   }
-  // Measured on an H200: a block that has a multiprocessor for itself, where two fit, takes little more than half the time for a
-  // step, and to cut by load costs three steps more than a cluster; six where one block fills a multiprocessor.
-  const bool shared = blocks > multiprocessors();
-  p.cluster_cost = shared && lines * p.cluster <= multiprocessors() ? 9 : 16;
-  p.cluster_slack = shared ? 48 : 100;
   launch_after(kOp, kernel, shape, stream, p);
 }
 
-template <typename C, int kD, int kRows> void launch_for_rows(const AttentionParams& p, int64_t blocks, Stream stream) {
-  launch_in_clusters(decode_mma_kernel<C, kD, kRows>, {blocks, kThreads, MmaShape<C, kD, kRows>::kSharedBytes}, p,
-                     clusters_of<C, kD, kRows>, stream);
+template <typename C, int kD, int kRows> void launch_for_rows(const AttentionParams& p, const Sizes& sizes, Stream stream) {
+  launch_in_clusters(decode_mma_kernel<C, kD, kRows>, {sizes.blocks, kThreads, MmaShape<C, kD, kRows>::kSharedBytes}, p,
+                     sizes.units, clusters_of<C, kD, kRows>, stream);
 }
 
-template <typename C, int kD> void launch_for_head_size(const AttentionParams& p, int64_t blocks, Stream stream) {
+template <typename C, int kD> void launch_for_head_size(const AttentionParams& p, const Sizes& sizes, Stream stream) {
   if constexpr (most_heads(kD) > 8) {
-    if (p.group_size > 8) return launch_for_rows<C, kD, 16>(p, blocks, stream);
+    if (p.group_size > 8) return launch_for_rows<C, kD, 16>(p, sizes, stream);
   }
-  launch_for_rows<C, kD, 8>(p, blocks, stream);
+  launch_for_rows<C, kD, 8>(p, sizes, stream);
 }
 
 // The same for quantised caches, in a file of their own.
-void launch_quantized(const AttentionParams& p, DType cache, int64_t blocks, Stream stream);
+void launch_quantized(const AttentionParams& p, DType cache, const Sizes& sizes, Stream stream);
 #endif
 
 }  // namespace research_engine::cuda::decode
