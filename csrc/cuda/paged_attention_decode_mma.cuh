@@ -3,30 +3,34 @@
 //
 // Computes   out[h] = softmax(scale q[h] K^T) V for the G query heads of a KV head at once: they are the columns of one
 //            matrix tile, so K and V are read once for all of them (once per 16 heads, per 8 where D > 128).
-// Work       The keys of every (row, head group) are cut into units of 64 (or of split_size). All units of the batch, in a
-//            line, are dealt out in equal runs to the thread blocks, two to a multiprocessor: no tail, whatever the lengths.
-//            Every block finds its run by itself from seq_lens, so nothing is planned on the host and a captured graph may be
-//            replayed with other lengths. A run is a sequence of pieces, each inside one (row, head group):
+// Work       The keys of every (row, head group) are cut into units of 16 (or of split_size). All units of the batch, in a line,
+//            are dealt out in equal runs to the warps, four a thread block, two blocks a multiprocessor: no tail, whatever the
+//            lengths. Every block finds its runs by itself from seq_lens, so nothing is planned on the host and a captured graph
+//            may be replayed with other lengths. A run is a sequence of pieces, each inside one (row, head group):
 //
 //              units   | row 0, group 0      | row 0, group 1      | row 1, group 0 | ...
-//              blocks  | block 0    | block 1    | block 2    | block 3    | ...
-//              pieces  | a          | b      | c  | d         | ...       b and c end in the same block
+//              warps   | warp 0     | warp 1     | warp 2     | warp 3     | ...
+//              pieces  | a          | b      | c  | d         | ...       b and c end in the same warp
 //
-//            Small batches, whose (row, head group)s are fewer than the blocks, have a second way: a cluster of up to 16 blocks
-//            for each, which share its units. The blocks take it when the rows are even enough, which they all find alike.
-// Warp       A warp takes 16 of every 64 keys, through a ring of shared-memory stages of its own, filled by asynchronous
-//            copies up to kStages - 1 steps ahead, across the borders of pieces: the loop has no block-wide barrier. What it does
-//            with them is in paged_attention_decode_tile.cuh.
-// Merge      At a piece's end the four warps add up in shared memory in fixed order. A piece that is its row's whole is
-//            finished there; otherwise it leaves a float32 partial, and the block that arrives last for the row, by a counter,
-//            adds the partials in the order of their keys. The counter is zero again afterwards.
+//            Small batches, whose (row, head group)s are fewer than the blocks, have a second way: a cluster of up to 8 blocks
+//            for each, whose warps share its units. The blocks take it when the rows are even enough, which they all find alike;
+//            the host launches in clusters where rows as long as max_seq_len allows are.
+// Warp       A warp goes through its run alone, 16 keys a step, through a ring of shared-memory stages of its own, filled by
+//            asynchronous copies up to kStages - 1 steps ahead, across the borders of pieces: nothing in the loop waits for
+//            another warp. Queries come with the first copies of a piece, entries of the block table 32 at a time, asked for while
+//            those before are used: with memory at its limit each load that is waited for costs 2 us. What a warp does with keys
+//            and values is in paged_attention_decode_tile.cuh.
+// Merge      A (row, head group) that one warp has whole it writes. Otherwise a piece stays in shared memory, and at its end the
+//            block adds up what its warps left: what is complete then is written, what is not is a float32 partial, at most two
+//            a block, and the block that arrives last for the row, by a counter, adds the partials. All in the order of keys.
+//            The counter is zero again afterwards.
 //            In a cluster every block adds up some of the columns, out of the shared memory of all: one barrier in place of
-//            a write, a fence, a counter and two reads of the L2 cache, one after the other.
+//            a write, a fence, a counter and a read of the L2 cache, one after the other.
 // Determinism  The result depends on how the line is cut, so on the batch. With a fixed split_size every unit is a piece, cut
-//            at multiples of split_size, without clusters: a row's bits depend on its own keys alone.
-// Workspace  float32: [counters of blocks, as int32][with split_size: counters of rows and groups][slots][heads of a group, at most 16][2 + D]
-//            (maximum in base 2, sum, then the values). The first 1,024 have to be zero at the first call
-//            and are zero after each.
+//            at multiples of split_size, of one warp, and a partial of its own: a row's bits depend on its own keys alone.
+// Workspace  float32: [counters of blocks, as int32][with split_size: counters of rows and groups][slots][heads of a group, at
+//            most 16][4 + D] (maximum in base 2, sum, two to align, then the values). The first 1,024 have to be zero at the
+//            first call and are zero after each.
 // Versions   1 keys in equal runs, heads as the 16 rows of the product, 3 stages: 549 us at 128 x 4,096. 2 one pass to merge: 547,
 //            and 15.0 us instead of 32 at 1 x 1,024. 3 heads as the 8 columns: 529. 4 L2 prefetch of 128 bytes: 524. 5 two
 //            stages: 503, the memory system had been over-full. 6 quantised caches (not measured yet). 7 clusters for small batches,
@@ -69,17 +73,16 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeTile<C, kD, k
     ring_ = shared_address(shared) + warp_ * Shape::kRingBytes;
     policy_ = read_once_policy();
     firsts_ = reinterpret_cast<float*>(shared + kWarps * Shape::kRingBytes);
-    ends_ = reinterpret_cast<float2*>(firsts_ + kWarps * kRows * Shape::kSumStride);
-    queries_ = reinterpret_cast<char*>(ends_ + 2 * kWarps * kRows);
+    queries_ = reinterpret_cast<char*>(firsts_ + kWarps * kRows * Shape::kSumStride);
     open_ = reinterpret_cast<Open*>(queries_ + kWarps * Shape::kQueryBytes);
-    flag_ = reinterpret_cast<int*>(open_ + 2 * kWarps);
+    last_ = reinterpret_cast<int*>(open_ + 2 * kWarps);
     groups_per_head_ = (p.group_size + kGroup - 1) / kGroup;
   }
 
   __device__ __forceinline__ void run(Plan& plan) {
     prefetch_tables();
     Cursor use;
-    if (!decode::find_share(p_, plan, use, flag_ + 1)) return;
+    if (!decode::find_share(p_, plan, use, last_ + 2 * kWarps)) return;
     if (lane_ < 2) open_[2 * warp_ + lane_].num_units = 0;
     if (use.left > 0) stream(use, plan);
     if (plan.by_cluster) {
@@ -320,63 +323,102 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeTile<C, kD, k
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
         const int row = h * 8 + q_ * 2 + b;
-        if (g_ == 0) ends_[part * kRows + row] = make_float2(top_[h][b], sum_[h][b]);
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          *reinterpret_cast<float2*>(sums + row * Shape::kSumStride + this->column(t)) = make_float2(out_[t][h][b], out_[t][h][2 + b]);
-        }
+        leave_head(sums + row * Shape::kSumStride, h, b);
       }
+    }
+  }
+
+  // A head's D sums and, behind them, its maximum and its sum of exponentials.
+  __device__ __forceinline__ void leave_head(float* to, int h, int b) const {
+    if (g_ == 0) *reinterpret_cast<float2*>(to + kD) = make_float2(top_[h][b], sum_[h][b]);
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      *reinterpret_cast<float2*>(to + this->column(t)) = make_float2(out_[t][h][b], out_[t][h][2 + b]);
     }
   }
 
   // Adds up what the warps of the block left, in the order of the keys: a (row, head group) that lies within the block is written,
-  // one that does not leaves a partial, and the block that comes last for it adds those.
+  // one that does not leaves a partial, and the block that comes last for it adds those. A block has at most two such partials: its
+  // first may continue a row (slot 2b), its last may begin one (slot 2b + 1). They are left and counted side by side.
   __device__ __forceinline__ void settle(const Plan& plan) {
-    for (int part = 0; part < 2 * kWarps;) {
-      const Open open = open_[part];
-      int end = open.end, next = part + 1;
-      if (open.num_units == 0) {
-        part = next;
-        continue;
-      }
-      while (next < 2 * kWarps && (open_[next].num_units == 0 || (open_[next].index == open.index && open_[next].group == open.group))) {
-        if (open_[next].num_units > 0) end = open_[next].end;
-        ++next;
-      }
-      add_parts(plan, open, end, part, next);
-      part = next;
+    int waiting = 0;
+    for (Group group = group_from(0); group.part < 2 * kWarps; group = group_from(group.next)) {
+      if (!add_parts(plan, group)) waiting |= 1 << group.part;
+    }
+    if (waiting == 0) return;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x < 2 * kWarps && waiting >> threadIdx.x & 1) {
+      const Shared shared = shared_with(plan, group_from(threadIdx.x));
+      last_[threadIdx.x] = arrives_last(shared.counter, shared.parts);
+    }
+    __syncthreads();
+    for (; waiting != 0; waiting &= waiting - 1) {
+      const int part = __ffs(waiting) - 1;
+      if (!last_[part]) continue;
+      const Group group = group_from(part);
+      const Shared shared = shared_with(plan, group);
+      merge_partials(grid_row(p_, group.open.index).token, 2 * shared.counter, 2, shared.first_slot, shared.parts,
+                     num_heads(group.open.group), first_head(group.open.group), threadIdx.x, kThreads);
     }
   }
 
-  __device__ __forceinline__ void add_parts(const Plan& plan, const Open& open, int end, int part, int last) {
-    const int heads = num_heads(open.group), first = first_head(open.group);
-    const int64_t token = grid_row(p_, open.index).token;
-    const bool whole = open.begin == 0 && end == open.num_units;
-    int counter = 0, parts = 0, first_slot = 0;
-    float* mine = nullptr;
-    if (!whole) {
-      // A block has at most two partials: its first may continue a row (slot 2b), its last may begin one (2b + 1).
-      const int warp = blockIdx.x * kWarps + part / 2, first_unit = part % 2 == 0 ? plan.begin_of(warp)
-                                                                                 : plan.begin_of(warp + 1) - (open.end - open.begin);
-      const int begin = first_unit - open.begin;  // of the (row, group) in the line
-      counter = plan.block_of(begin);
-      parts = plan.block_of(begin + open.num_units - 1) - counter + 1;
-      first_slot = 2 * counter + (plan.block_begin(counter) == begin ? 0 : 1);
-      mine = slots() + (static_cast<int>(blockIdx.x) == counter ? first_slot : 2 * blockIdx.x) * slot_size();
+  // Parts [part, next) of one (row, head group), which lie side by side; `open` is all of them together.
+  struct Group {
+    Open open;
+    int part, next;
+    __device__ bool whole() const { return open.begin == 0 && open.end == open.num_units; }
+  };
+  __device__ __forceinline__ Group group_from(int part) const {
+    Group group{};
+    while (part < 2 * kWarps && open_[part].num_units == 0) ++part;
+    group.part = group.next = part;
+    if (part == 2 * kWarps) return group;
+    group.open = open_[part];
+    for (; group.next < 2 * kWarps; ++group.next) {
+      const Open& other = open_[group.next];
+      if (other.num_units == 0) continue;
+      if (other.index != group.open.index || other.group != group.open.group) break;
+      group.open.end = other.end;
     }
+    return group;
+  }
+
+  // The partials of a (row, head group) that several blocks share.
+  struct Shared {
+    int counter, parts, first_slot, slot;
+  };
+  __device__ __forceinline__ Shared shared_with(const Plan& plan, const Group& group) const {
+    const int warp = blockIdx.x * kWarps + group.part / 2;
+    const int length = open_[group.part].end - group.open.begin;  // of the group's first part, a warp's first piece or its last
+    const int begin = (group.part % 2 == 0 ? plan.begin_of(warp) : plan.begin_of(warp + 1) - length) - group.open.begin;
+    Shared shared;
+    shared.counter = plan.block_of(begin);
+    shared.parts = plan.block_of(begin + group.open.num_units - 1) - shared.counter + 1;
+    shared.first_slot = 2 * shared.counter + (plan.block_begin(shared.counter) == begin ? 0 : 1);
+    shared.slot = static_cast<int>(blockIdx.x) == shared.counter ? shared.first_slot : 2 * blockIdx.x;
+    return shared;
+  }
+
+  // Returns whether the group was whole, so that its row is written.
+  __device__ __forceinline__ bool add_parts(const Plan& plan, const Group& group) {
+    const int heads = num_heads(group.open.group), first = first_head(group.open.group);
+    const bool whole = group.whole();
+    const int64_t token = grid_row(p_, group.open.index).token;
+    float* mine = whole ? nullptr : slots() + shared_with(plan, group).slot * slot_size();
     for (int item = threadIdx.x; item < heads * (kD / 4); item += kThreads) {
       const int h = item / (kD / 4), at = item % (kD / 4) * 4;
       float top = -INFINITY, sum = 0.0f;
-      for (int i = part; i < last; ++i) {
-        if (open_[i].num_units > 0) top = fmaxf(top, ends_[i * kRows + h].x);
+      for (int i = group.part; i < group.next; ++i) {
+        if (open_[i].num_units > 0) top = fmaxf(top, part_sums(i)[h * Shape::kSumStride + kD]);
       }
       float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      for (int i = part; i < last; ++i) {
+      for (int i = group.part; i < group.next; ++i) {
         if (open_[i].num_units == 0) continue;
-        const float2 one = ends_[i * kRows + h];
-        const float scale = exp2_fast(one.x - finite_top(top));
-        sum += scale * one.y;
-        add_scaled(total, scale, *reinterpret_cast<const float4*>(part_sums(i) + h * Shape::kSumStride + at));
+        const float* row = part_sums(i) + h * Shape::kSumStride;
+        const float scale = exp2_fast(row[kD] - finite_top(top));
+        sum += scale * row[kD + 1];
+        add_scaled(total, scale, *reinterpret_cast<const float4*>(row + at));
       }
       if (whole) {
         write_four(token, first + h, at, top, sum, total);
@@ -386,13 +428,7 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeTile<C, kD, k
         if (at == 0) __stcg(reinterpret_cast<float2*>(to), make_float2(top, sum));
       }
     }
-    if (whole) return;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) *flag_ = arrives_last(counter, parts);
-    __syncthreads();
-    if (*flag_) merge_partials(token, 2 * counter, 2, first_slot, parts, heads, first, threadIdx.x, kThreads);
-    __syncthreads();  // flag_ may be written again
+    return whole;
   }
 
   __device__ __forceinline__ int64_t slot_size() const { return static_cast<int64_t>(min(p_.group_size, kGroup)) * (kD + kSlotHead); }
@@ -449,13 +485,7 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeTile<C, kD, k
       for (int b = 0; b < 2; ++b) {
 #pragma unroll
         for (int mask = 4; mask < 32; mask *= 2) sum_[h][b] += __shfl_xor_sync(0xffffffffu, sum_[h][b], mask);
-        const int row = h * 8 + q_ * 2 + b;
-        if (g_ == 0) ends_[warp_ * kRows + row] = make_float2(top_[h][b], sum_[h][b]);
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          *reinterpret_cast<float2*>(mine + row * Shape::kSumStride + this->column(t)) =
-              make_float2(out_[t][h][b], out_[t][h][2 + b]);
-        }
+        leave_head(mine + (h * 8 + q_ * 2 + b) * Shape::kSumStride, h, b);
       }
     }
     if (size > 1) {
@@ -465,7 +495,6 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeTile<C, kD, k
     }
 
     const int heads = num_heads(c), first = first_head(c), member = threadIdx.x % size;
-    const uint32_t ends = cluster_address(shared_address(ends_), member);
     const uint32_t sums = cluster_address(shared_address(stages_), member);
     for (int base = rank * (kThreads / size); base < heads * (kD / 4); base += kThreads) {
       const int item = base + static_cast<int>(threadIdx.x) / size;
@@ -474,7 +503,7 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeTile<C, kD, k
       float2 end[kWarps];
       float4 part[kWarps];
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) end[w] = load_cluster_8(ends + (w * kRows + h) * 8);
+      for (int w = 0; w < kWarps; ++w) end[w] = load_cluster_8(sums + w * Shape::kRingBytes + (h * Shape::kSumStride + kD) * 4);
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) part[w] = load_cluster_16(sums + w * Shape::kRingBytes + (h * Shape::kSumStride + at) * 4);
       float top = -INFINITY;
@@ -574,9 +603,8 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeTile<C, kD, k
 
   char *stages_, *queries_;  // [kWarps] rings of stages; [kWarps][kStages][kRows][kD] where they are copied ahead
   float* firsts_;            // [kWarps][kRows][kSumStride]: sums of a warp's first piece, if it is a part
-  float2* ends_;             // [kWarps][2][kRows]: maximum and sum of a part
   Open* open_;               // [kWarps][2]
-  int* flag_;
+  int* last_;                // [kWarps][2]: whether this block is the last that the part's row waited for
   uint64_t policy_;
   uint32_t ring_;
   int groups_per_head_;
