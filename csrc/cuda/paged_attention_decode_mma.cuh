@@ -13,8 +13,7 @@
 //              pieces  | a          | b      | c  | d         | ...       b and c end in the same warp
 //
 //            Small batches, whose (row, head group)s are fewer than the blocks, have a second way: a cluster of up to 8 blocks
-//            for each, whose warps share its units. The blocks take it when the rows are even enough, which they all find alike;
-//            the host launches in clusters where rows as long as max_seq_len allows are.
+//            for each, whose warps share its units. The blocks take it when the rows are even enough, which they all find alike.
 // Warp       A warp goes through its run alone, 16 keys a step, through a ring of shared-memory stages of its own, filled by
 //            asynchronous copies up to kStages - 1 steps ahead, across the borders of pieces: nothing in the loop waits for
 //            another warp. Queries come with the first copies of a piece, entries of the block table 32 at a time, asked for while
@@ -291,9 +290,9 @@ void launch_in_clusters(DecodeKernel kernel, LaunchShape shape, AttentionParams 
     if (lines * size > blocks) continue;
     const int64_t most = std::min<int64_t>(clusters(size), blocks / size);
     if (lines > most) continue;
-    // A launch in clusters costs 15 % where they are not used: none for lengths up to which equal runs are faster.
+    // Clusters of 8 do not fill the device: where rows may be so long that equal runs are faster, that costs those 15 %.
     const int64_t steps = ceil_div(units, size * warps), runs = std::min(blocks * warps, lines * units);
-    if (steps * cost(size) > lines * units * 16 / runs + p.cluster_slack) break;
+    if (most * size < blocks && steps * cost(size) > lines * units * 16 / runs + p.cluster_slack) continue;
     shape.cluster = p.cluster = size;
     shape.blocks = most * size;
     p.cluster_cost = cost(size);
