@@ -325,8 +325,16 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
 
   // Adds a row's partials in the order of their keys. Partial s > 0 is in slot `base + s * step`, partial 0 in `first_slot`.
   __device__ __forceinline__ void merge_partials(int64_t token, int base, int step, int first_slot, int parts, int heads, int head,
-                                                 int thread, int threads) {
-    constexpr int kTogether = 16;  // loads on their way at once
+                                                 int thread, int threads) const {
+    if (parts <= 4) {
+      merge_by<4>(token, base, step, first_slot, parts, heads, head, thread, threads);
+    } else {
+      merge_by<20>(token, base, step, first_slot, parts, heads, head, thread, threads);
+    }
+  }
+  template <int kTogether>  // loads on their way at once
+  __device__ __forceinline__ void merge_by(int64_t token, int base, int step, int first_slot, int parts, int heads, int head, int thread,
+                                           int threads) const {
     for (int item = thread; item < heads * (kD / 4); item += threads) {
       const int h = item / (kD / 4), at = item % (kD / 4) * 4;
       float top = -INFINITY, sum = 0.0f;
@@ -368,13 +376,13 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
   }
 
   // The factor that normalises a head's sums; one of the threads that ask for it writes the lse.
-  __device__ __forceinline__ float finish_row(int64_t token, int head, float top, float sum, bool writes) {
+  __device__ __forceinline__ float finish_row(int64_t token, int head, float top, float sum, bool writes) const {
     const RowEnd result = end_row(p_, top, sum, head);
     if (writes && p_.lse != nullptr) p_.lse[token * p_.lse_token_stride + head * p_.lse_head_stride] = result.lse;
     return kQuantized ? result.factor * head_scale(p_.value_scale, head / p_.group_size) : result.factor;
   }
 
-  __device__ __forceinline__ void write_four(int64_t token, int head, int column, float top, float sum, const float4& total) {
+  __device__ __forceinline__ void write_four(int64_t token, int head, int column, float top, float sum, const float4& total) const {
     const float factor = finish_row(token, head, top, sum, column == 0);
     const float x = total.x * factor, y = total.y * factor, z = total.z * factor, w = total.w * factor;
     if (!kQuantized && p_.out_vectors) {
@@ -386,7 +394,7 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
     }
   }
 
-  __device__ __forceinline__ void write_pair(int64_t token, int head, int column, float first, float second) {
+  __device__ __forceinline__ void write_pair(int64_t token, int head, int column, float first, float second) const {
     const int64_t out = token * p_.out_token_stride + head * p_.out_head_stride + column;
     store_out<C>(p_, out, first);
     store_out<C>(p_, out + 1, second);
