@@ -79,16 +79,16 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeMerge<C, kD, 
   // Goes through the warp's run. In a cluster it ends with sums in registers, otherwise with nothing but what `settle` adds up.
   __device__ __forceinline__ void stream(Cursor& use, const Plan& plan) {
     scattered_ = p_.block_size.value % kTile != 0 || plan.unit_keys % kTile != 0;
-    Cursor ahead = use;
-    int next_blocks = fetch_blocks(ahead);
-    bool loading = true;
     Load load;
-    advance(load, ahead, next_blocks, plan, true);
-    for (int stage = 0; stage < Shape::kStages - 1; ++stage) loading = issue(load, ahead, next_blocks, plan, stage, loading);
+    load.ahead = use;
+    load.next_blocks = fetch_blocks(use);
+    load.fresh = true;
+    advance(load, plan);
+    for (int stage = 0; stage < Shape::kStages - 1; ++stage) issue(load, plan, stage);
     int slot = 0;
     bool fresh = true;
     while (true) {
-      loading = issue(load, ahead, next_blocks, plan, (slot + Shape::kStages - 1) % Shape::kStages, loading);
+      issue(load, plan, (slot + Shape::kStages - 1) % Shape::kStages);
       wait_copies<Shape::kStages - 1>();
       __syncwarp();
       if (fresh) begin_piece(use, slot);
@@ -118,12 +118,15 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeMerge<C, kD, 
   // A stretch of a piece whose entries of the block table the warp's lanes hold: of 32 tiles, or, where a tile's keys may lie in
   // several blocks, of 32 keys. Stretches are asked for while the one before is copied.
   struct Load {
-    int key, stretch_end, begin, end;  // next tile; keys outside of [begin, end) are masked
+    int key, stretch_end, begin, end;  // of the next tile; keys outside of [begin, end) are masked
     int kv_head;
     int64_t token;
     int first_head, heads;
-    int blocks, from;  // this lane's entry, and the tile or key that lane 0 has it for
+    int blocks, from;  // this lane's entry, and the key from which lane 0's serves
     bool fresh;        // the tile is a piece's first
+    bool more;         // false at the end of the run
+    Cursor ahead;      // the next stretch
+    int next_blocks;   // this lane's entry for it
   };
 
   __device__ __forceinline__ int fetch_blocks(const Cursor& c) {
@@ -132,9 +135,11 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeMerge<C, kD, 
     return valid ? p_.block_tables[c.row.request * p_.table_stride + p_.block_size.divide(key)] : -1;
   }
 
-  // Moves the loads on to the stretch at `ahead`, whose entries have come, and asks for those of the next. False at the end.
-  __device__ __forceinline__ bool advance(Load& load, Cursor& ahead, int& next_blocks, const Plan& plan, bool fresh) {
-    if (ahead.left <= 0) return false;
+  // Moves the loads on to the stretch ahead, whose entries have come, and asks for those of the one after.
+  __device__ __forceinline__ void advance(Load& load, const Plan& plan) {
+    Cursor& ahead = load.ahead;
+    load.more = ahead.left > 0;
+    if (!load.more) return;
     const int stretch = scattered_ ? 32 : 32 * kTile;
     load.key = load.from = ahead.key;
     load.stretch_end = min(static_cast<int64_t>(ahead.key) + stretch, static_cast<int64_t>(ahead.key_end));
@@ -144,16 +149,14 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeMerge<C, kD, 
     load.token = ahead.row.token;
     load.first_head = this->first_head(ahead.group);
     load.heads = this->num_heads(ahead.group);
-    load.blocks = next_blocks;
-    load.fresh = fresh;
+    load.blocks = load.next_blocks;
     ahead.key = load.stretch_end;
-    if (ahead.key < ahead.key_end || decode::next_piece(ahead, plan, p_)) next_blocks = fetch_blocks(ahead);
-    return true;
+    if (ahead.key < ahead.key_end || decode::next_piece(ahead, plan, p_)) load.next_blocks = fetch_blocks(ahead);
   }
 
   // Starts the copies of a tile into a stage, and moves on. A group is committed even when nothing is left, so that counts hold.
-  __device__ __forceinline__ bool issue(Load& load, Cursor& ahead, int& next_blocks, const Plan& plan, int stage, bool loading) {
-    if (loading) {
+  __device__ __forceinline__ void issue(Load& load, const Plan& plan, int stage) {
+    if (load.more) {
       const uint32_t keys = ring_ + stage * Shape::kStageBytes, values = keys + Shape::kTileBytes;
       if constexpr (Shape::kQueryAhead) {
         if (load.fresh) copy_queries(load, stage);
@@ -189,10 +192,9 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeMerge<C, kD, 
       }
       load.key += kTile;
       load.fresh = load.key >= load.end;
-      if (load.key >= load.stretch_end) loading = advance(load, ahead, next_blocks, plan, load.fresh);
+      if (load.key >= load.stretch_end) advance(load, plan);
     }
     commit_copies();
-    return loading;
   }
 
   // The queries of the piece that begins with the tile of this stage.
