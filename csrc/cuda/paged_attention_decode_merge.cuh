@@ -329,7 +329,8 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
     if (parts <= 4) {
       merge_by<4>(token, base, step, first_slot, parts, heads, head, thread, threads);
     } else {
-      merge_by<20>(token, base, step, first_slot, parts, heads, head, thread, threads);
+      constexpr int kMany = kRows == 8 && kD <= 128 ? 17 : 8;  // as registers allow; 33 blocks share a row at batch 1, 8 KV heads
+      merge_by<kMany>(token, base, step, first_slot, parts, heads, head, thread, threads);
     }
   }
   template <int kTogether>  // loads on their way at once
