@@ -122,8 +122,6 @@ AttentionParams make_params(const PagedAttention& args) {
     p.vectors = p.vectors && vector_aligned(cache, cache.strides[0]) && vector_aligned(cache, cache.strides[1]) &&
                 vector_aligned(cache, p.head_size);
   }
-  p.out_vectors = vector_aligned(args.out, args.out.strides[0]) && vector_aligned(args.out, args.out.strides[1]) &&
-                  vector_aligned(args.out, p.head_size);
   p.single_queries = args.path == kAuto;
   return p;
 }

@@ -22,7 +22,7 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
 
   // A part of a (row, head group) that a warp leaves for others to add up.
   struct Open {
-    int index, group, begin, end, num_units;  // row in the grid, head group, units
+    int token, group, begin, end, num_units;  // the row's token, head group, units
   };
 
   __device__ __forceinline__ DecodeMerge(const AttentionParams& p, char* shared) : Tile(p) {
@@ -31,22 +31,22 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
     queries_ = reinterpret_cast<char*>(firsts_ + kWarps * kRows * Shape::kSumStride);
     open_ = reinterpret_cast<Open*>(queries_ + kWarps * Shape::kQueryBytes);
     last_ = reinterpret_cast<int*>(open_ + 2 * kWarps);
-    groups_per_head_ = (p.group_size + kGroup - 1) / kGroup;
   }
 
   // 4 * kWarps numbers of shared memory, free until the block's first piece ends.
-  __device__ __forceinline__ int* scratch() const { return last_ + 2 * kWarps; }
+  __device__ __forceinline__ int* scratch() const { return last_ + 4; }
 
-  // The warp has left nothing yet.
-  __device__ __forceinline__ void clear() {
-    if (lane_ < 2) open_[2 * warp_ + lane_].num_units = 0;
+  // The warp has left nothing yet. With split_size nothing is left here, but where the block begins.
+  __device__ __forceinline__ void clear(const Cursor& c) {
+    if (lane_ < 2) open_[2 * warp_ + lane_] = {c.index, c.group, c.unit, 0, 0};
   }
 
   __device__ __forceinline__ int first_head(int group) const {
-    return group / groups_per_head_ * p_.group_size + group % groups_per_head_ * kGroup;
+    const int kv_head = p_.groups.divide(group);
+    return kv_head * p_.group_size + (group - kv_head * static_cast<int>(p_.groups.value)) * kGroup;
   }
   __device__ __forceinline__ int num_heads(int group) const {
-    return min(kGroup, p_.group_size - group % groups_per_head_ * kGroup);
+    return min(kGroup, p_.group_size - (group - p_.groups.divide(group) * static_cast<int>(p_.groups.value)) * kGroup);
   }
 
   // Ends a piece: a whole (row, head group) is written, a part is left in shared memory or, with split_size, in the workspace.
@@ -78,23 +78,30 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
         const int mine = h * 8 + q_ * 2 + b;
         if (mine >= heads) continue;
         const float factor = finish_row(c.row.token, first + mine, top_[h][b], sum_[h][b], g_ == 0);
-        constexpr int kTogether = !kQuantized && kD % 64 == 0 ? 4 : 1;  // tiles of neighbouring columns
-        if (kTogether == 4 && p_.out_vectors) {
-          C* out = static_cast<C*>(p_.out) + c.row.token * p_.out_token_stride + (first + mine) * p_.out_head_stride;
+        char* out = out_row(c.row.token, first + mine);
+        const auto pair = [&](int t) { return pack(out_[t][h][b] * factor, out_[t][h][2 + b] * factor); };
 #pragma unroll
-          for (int t = 0; t < kTiles; t += kTogether) {
-            uint32_t pairs[4];
-#pragma unroll
-            for (int i = 0; i < kTogether; ++i) pairs[i] = pack_pair<M>(out_[t + i][h][b] * factor, out_[t + i][h][2 + b] * factor);
-            *reinterpret_cast<uint4*>(out + this->column(t)) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-          }
-        } else {
-#pragma unroll
-          for (int t = 0; t < kTiles; ++t) {
-            write_pair(c.row.token, first + mine, this->column(t), out_[t][h][b] * factor, out_[t][h][2 + b] * factor);
-          }
+        for (int t = 0; t + 4 <= kTiles; t += 4) {  // four tiles have eight neighbouring columns
+          *reinterpret_cast<uint4*>(out + 2 * this->column(t)) = make_uint4(pair(t), pair(t + 1), pair(t + 2), pair(t + 3));
         }
+        if constexpr (kTiles % 4 >= 2) {
+          constexpr int t = kTiles / 4 * 4;
+          *reinterpret_cast<uint2*>(out + 2 * this->column(t)) = make_uint2(pair(t), pair(t + 1));
+        }
+        if constexpr (kTiles % 2 == 1) *reinterpret_cast<uint32_t*>(out + 2 * this->column(kTiles - 1)) = pair(kTiles - 1);
       }
+    }
+  }
+
+  // The output has 16-bit elements and rows aligned to 16 bytes.
+  __device__ __forceinline__ char* out_row(int64_t token, int head) const {
+    return static_cast<char*>(p_.out) + 2 * (token * p_.out_token_stride + head * p_.out_head_stride);
+  }
+  __device__ __forceinline__ uint32_t pack(float low, float high) const {
+    if constexpr (kQuantized) {
+      return p_.query_type == DType::bf16 ? pack_pair<__nv_bfloat16>(low, high) : pack_pair<__half>(low, high);
+    } else {
+      return pack_pair<C>(low, high);
     }
   }
 
@@ -108,7 +115,7 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
     static_assert(kRows * Shape::kSumStride * 4 <= Shape::kRingBytes, "a warp's last sums take its ring's place");
     const int part = 2 * warp_ + which;
     float* sums = part_sums(part);
-    if (lane_ == 0) open_[part] = {c.index, c.group, c.unit, c.unit + c.piece, c.num_units};
+    if (lane_ == 0) open_[part] = {static_cast<int>(c.row.token), c.group, c.unit, c.unit + c.piece, c.num_units};
 #pragma unroll
     for (int h = 0; h < kHeadTiles; ++h) {
 #pragma unroll
@@ -130,29 +137,50 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
 
   // Adds up what the warps of the block left, in the order of the keys: a (row, head group) that lies within the block is written,
   // one that does not leaves a partial, and the block that comes last for it adds those. A block has at most two such partials: its
-  // first may continue a row (slot 2b), its last may begin one (slot 2b + 1). They are left and counted side by side.
+  // first may continue a row (slot 2b), its last may begin one (slot 2b + 1). With split_size partials are there already, one a
+  // unit. All threads call it.
   __device__ __forceinline__ void settle(const Plan& plan) {
+    __syncthreads();
     int waiting = 0;
-    for (Group group = group_from(0); group.part < 2 * kWarps; group = group_from(group.next)) {
-      if (!add_parts(plan, group)) waiting |= 1 << group.part;
+    if (!plan.fixed) {
+      for (Group group = group_from(0); group.part < 2 * kWarps; group = group_from(group.next)) {
+        if (!add_parts(plan, group)) waiting |= 1 << group.part;
+      }
+      if (waiting == 0) return;
     }
-    if (waiting == 0) return;
     __threadfence();
-    __syncthreads();
-    if (threadIdx.x < 2 * kWarps && waiting >> threadIdx.x & 1) {
-      const Shared shared = shared_with(plan, group_from(threadIdx.x));
-      last_[threadIdx.x] = arrives_last(shared.counter, shared.parts);
-    }
-    __syncthreads();
-    for (; waiting != 0; waiting &= waiting - 1) {
-      const int part = __ffs(waiting) - 1;
-      if (!last_[part]) continue;
-      const Group group = group_from(part);
-      const Shared shared = shared_with(plan, group);
-      merge_partials(grid_row(p_, group.open.index).token, 2 * shared.counter, 2, shared.first_slot, shared.parts,
-                     num_heads(group.open.group), first_head(group.open.group), threadIdx.x, kThreads);
+    int index = open_[0].token, group = open_[0].group, at = plan.block_begin(blockIdx.x), begin = at - open_[0].begin;
+    while (true) {
+      Partials partials;
+      if (plan.fixed) {
+        if (at >= plan.block_begin(blockIdx.x + 1)) break;
+        const Row row = grid_row(p_, index);
+        const int units = units_of(p_, row);
+        partials = {static_cast<int>(row.token), group, kCounters + begin, units, min(plan.block_begin(blockIdx.x + 1), begin + units) - at,
+                    begin, begin, 1};
+        at += partials.count;
+        begin += units;
+        if (units == 0 || ++group == plan.num_groups) {
+          group = 0;
+          ++index;
+        }
+        if (units <= 1) continue;  // written by its warp
+      } else {
+        if (waiting == 0) break;
+        partials = partials_of(plan, group_from(__ffs(waiting) - 1));
+        waiting &= waiting - 1;
+      }
+      __syncthreads();
+      if (threadIdx.x == 0) *last_ = arrives_last(partials);
+      __syncthreads();
+      if (*last_) merge_partials(partials);
     }
   }
+
+  // The partials of a (row, head group): partial 0 in `first_slot`, partial s > 0 in slot base + s step; `count` are of this block.
+  struct Partials {
+    int token, group, counter, parts, count, first_slot, base, step;
+  };
 
   // Parts [part, next) of one (row, head group), which lie side by side; `open` is all of them together.
   struct Group {
@@ -169,34 +197,31 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
     for (; group.next < 2 * kWarps; ++group.next) {
       const Open& other = open_[group.next];
       if (other.num_units == 0) continue;
-      if (other.index != group.open.index || other.group != group.open.group) break;
+      if (other.token != group.open.token || other.group != group.open.group) break;
       group.open.end = other.end;
     }
     return group;
   }
 
-  // The partials of a (row, head group) that several blocks share.
-  struct Shared {
-    int counter, parts, first_slot, slot;
-  };
-  __device__ __forceinline__ Shared shared_with(const Plan& plan, const Group& group) const {
+  // Those of a (row, head group) that several blocks share, one a block.
+  __device__ __forceinline__ Partials partials_of(const Plan& plan, const Group& group) const {
     const int warp = blockIdx.x * kWarps + group.part / 2;
     const int length = open_[group.part].end - group.open.begin;  // of the group's first part, a warp's first piece or its last
     const int begin = (group.part % 2 == 0 ? plan.begin_of(warp) : plan.begin_of(warp + 1) - length) - group.open.begin;
-    Shared shared;
-    shared.counter = plan.block_of(begin);
-    shared.parts = plan.block_of(begin + group.open.num_units - 1) - shared.counter + 1;
-    shared.first_slot = 2 * shared.counter + (plan.block_begin(shared.counter) == begin ? 0 : 1);
-    shared.slot = static_cast<int>(blockIdx.x) == shared.counter ? shared.first_slot : 2 * blockIdx.x;
-    return shared;
+    const int counter = plan.block_of(begin), parts = plan.block_of(begin + group.open.num_units - 1) - counter + 1;
+    const int first_slot = 2 * counter + (plan.block_begin(counter) == begin ? 0 : 1);
+    return {group.open.token, group.open.group, counter, parts, 1, first_slot, 2 * counter, 2};
   }
 
   // Returns whether the group was whole, so that its row is written.
   __device__ __forceinline__ bool add_parts(const Plan& plan, const Group& group) {
     const int heads = num_heads(group.open.group), first = first_head(group.open.group);
     const bool whole = group.whole();
-    const int64_t token = grid_row(p_, group.open.index).token;
-    float* mine = whole ? nullptr : slots() + shared_with(plan, group).slot * slot_size();
+    float* mine = nullptr;
+    if (!whole) {
+      const Partials partials = partials_of(plan, group);
+      mine = slots() + (static_cast<int>(blockIdx.x) == partials.counter ? partials.first_slot : 2 * blockIdx.x) * slot_size();
+    }
     for (int item = threadIdx.x; item < heads * (kD / 4); item += kThreads) {
       const int h = item / (kD / 4), at = item % (kD / 4) * 4;
       float top = -INFINITY, sum = 0.0f;
@@ -212,7 +237,7 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
         add_scaled(total, scale, *reinterpret_cast<const float4*>(row + at));
       }
       if (whole) {
-        write_four(token, first + h, at, top, sum, total);
+        write_four(group.open.token, first + h, at, top, sum, total);
       } else {
         float* to = mine + h * (kD + kSlotHead);
         __stcg(reinterpret_cast<float4*>(to + kSlotHead + at), total);
@@ -225,10 +250,10 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
   __device__ __forceinline__ int64_t slot_size() const { return static_cast<int64_t>(min(p_.group_size, kGroup)) * (kD + kSlotHead); }
   __device__ __forceinline__ float* slots() const { return p_.workspace + p_.num_counters; }
 
-  // Whether all other parts of a row have come; its counter is then zero again.
-  __device__ __forceinline__ bool arrives_last(int counter, int parts) const {
-    int* arrived = reinterpret_cast<int*>(p_.workspace) + counter;
-    const bool last = atomicAdd(arrived, 1) == parts - 1;
+  // Whether all others have come; the counter is then zero again.
+  __device__ __forceinline__ bool arrives_last(const Partials& partials) const {
+    int* arrived = reinterpret_cast<int*>(p_.workspace) + partials.counter;
+    const bool last = atomicAdd(arrived, partials.count) == partials.parts - partials.count;
     if (last) {
       *arrived = 0;
       __threadfence();
@@ -236,11 +261,10 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
     return last;
   }
 
-  // With split_size: the piece is a partial of its own, and the warp that comes last for the row adds them.
+  // With split_size: the piece is a partial of its own.
   __device__ __forceinline__ void leave_in_workspace(const Cursor& c, const Plan& plan) {
-    const int warp = blockIdx.x * kWarps + warp_;
-    const int begin = plan.begin_of(warp + 1) - c.left - c.unit;  // first unit of the (row, group) in the line
-    float* mine = slots() + (begin + c.unit) * slot_size();
+    const int unit = plan.begin_of(blockIdx.x * kWarps + warp_ + 1) - c.left;  // in the line
+    float* mine = slots() + unit * slot_size();
     const int heads = num_heads(c.group);
 #pragma unroll
     for (int h = 0; h < kHeadTiles; ++h) {
@@ -255,13 +279,6 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
           __stcg(reinterpret_cast<float2*>(to + kSlotHead + this->column(t)), make_float2(out_[t][h][b], out_[t][h][2 + b]));
         }
       }
-    }
-    __threadfence();
-    __syncwarp();
-    int last = 0;
-    if (lane_ == 0) last = arrives_last(kCounters + begin, c.num_units);
-    if (__shfl_sync(0xffffffffu, last, 0)) {
-      merge_partials(c.row.token, begin, 1, begin, c.num_units, heads, first_head(c.group), lane_, 32);
     }
   }
 
@@ -323,20 +340,11 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
     if (size > 1) cluster_barrier();  // nobody leaves while others read its shared memory
   }
 
-  // Adds a row's partials in the order of their keys. Partial s > 0 is in slot `base + s * step`, partial 0 in `first_slot`.
-  __device__ __forceinline__ void merge_partials(int64_t token, int base, int step, int first_slot, int parts, int heads, int head,
-                                                 int thread, int threads) const {
-    if (parts <= 4) {
-      merge_by<4>(token, base, step, first_slot, parts, heads, head, thread, threads);
-    } else {
-      constexpr int kMany = kRows == 8 && kD <= 128 ? 17 : 8;  // as registers allow; 33 blocks share a row at batch 1, 8 KV heads
-      merge_by<kMany>(token, base, step, first_slot, parts, heads, head, thread, threads);
-    }
-  }
-  template <int kTogether>  // loads on their way at once
-  __device__ __forceinline__ void merge_by(int64_t token, int base, int step, int first_slot, int parts, int heads, int head, int thread,
-                                           int threads) const {
-    for (int item = thread; item < heads * (kD / 4); item += threads) {
+  // Adds a row's partials in the order of their keys.
+  __device__ __forceinline__ void merge_partials(const Partials& partials) const {
+    constexpr int kTogether = kRows == 8 && kD <= 128 ? 17 : 8;  // as registers allow; 33 blocks share a row at batch 1, 8 KV heads
+    const int heads = num_heads(partials.group), head = first_head(partials.group), parts = partials.parts;
+    for (int item = threadIdx.x; item < heads * (kD / 4); item += kThreads) {
       const int h = item / (kD / 4), at = item % (kD / 4) * 4;
       float top = -INFINITY, sum = 0.0f;
       float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -345,7 +353,7 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
         float4 part[kTogether];
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
-          const int slot = s + i == 0 ? first_slot : base + (s + i) * step;
+          const int slot = s + i == 0 ? partials.first_slot : partials.base + (s + i) * partials.step;
           const float* from = slots() + slot * slot_size() + h * (kD + kSlotHead);
           const bool there = s + i < parts;
           end[i] = there ? __ldcg(reinterpret_cast<const float2*>(from)) : make_float2(-INFINITY, 0.0f);
@@ -365,7 +373,7 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
           add_scaled(total, scale, part[i]);
         }
       }
-      write_four(token, head + h, at, top, sum, total);
+      write_four(partials.token, head + h, at, top, sum, total);
     }
   }
 
@@ -385,27 +393,14 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
 
   __device__ __forceinline__ void write_four(int64_t token, int head, int column, float top, float sum, const float4& total) const {
     const float factor = finish_row(token, head, top, sum, column == 0);
-    const float x = total.x * factor, y = total.y * factor, z = total.z * factor, w = total.w * factor;
-    if (!kQuantized && p_.out_vectors) {
-      C* out = static_cast<C*>(p_.out) + token * p_.out_token_stride + head * p_.out_head_stride + column;
-      *reinterpret_cast<uint2*>(out) = make_uint2(pack_pair<M>(x, y), pack_pair<M>(z, w));
-    } else {
-      write_pair(token, head, column, x, y);
-      write_pair(token, head, column + 2, z, w);
-    }
-  }
-
-  __device__ __forceinline__ void write_pair(int64_t token, int head, int column, float first, float second) const {
-    const int64_t out = token * p_.out_token_stride + head * p_.out_head_stride + column;
-    store_out<C>(p_, out, first);
-    store_out<C>(p_, out + 1, second);
+    *reinterpret_cast<uint2*>(out_row(token, head) + 2 * column) =
+        make_uint2(pack(total.x * factor, total.y * factor), pack(total.z * factor, total.w * factor));
   }
 
   char *stages_, *queries_;  // [kWarps] rings of stages; [kWarps][kStages][kRows][kD] where they are copied ahead
   float* firsts_;            // [kWarps][kRows][kSumStride]: sums of a warp's first piece, if it is a part
   Open* open_;               // [kWarps][2]
-  int* last_;                // [kWarps][2]: whether this block is the last that the part's row waited for
-  int groups_per_head_;
+  int* last_;                // whether this block is the last that a row waited for
 };
 
 }  // namespace research_engine::cuda::decode

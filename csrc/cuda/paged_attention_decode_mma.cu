@@ -41,7 +41,8 @@ void launch_compiled(const KernelVariant& variant, const AttentionParams& p, con
 
 bool decode_mma_supports(const PagedAttention& args, const AttentionParams& params) {
   if (args.query.dtype != DType::bf16 && args.query.dtype != DType::f16) return false;
-  const bool aligned = vector_aligned(args.query, params.query_token_stride) && vector_aligned(args.query, params.query_head_stride);
+  const bool aligned = vector_aligned(args.query, params.query_token_stride) && vector_aligned(args.query, params.query_head_stride) &&
+                       vector_aligned(args.out, params.out_token_stride) && vector_aligned(args.out, params.out_head_stride);
   if (args.variant.kernel != nullptr) return params.head_size % 16 == 0 && params.vectors && aligned;
   const int sizes[] = {64, 128, 256, 80, 96, 112, 192};  // float8 has the first three, int8 the first two
   const int built = args.key_cache.dtype == DType::f8e4m3 ? 3 : args.key_cache.dtype == DType::i8 ? 2 : 7;
@@ -66,6 +67,8 @@ void launch_decode_mma(const PagedAttention& args, AttentionParams params, Strea
     params.split_size = kWholeRow;  // no row is split, so no workspace is needed
     sizes.counters = 0;
   }
+  params.unit = Divisor(params.split_size > 0 ? params.split_size : kTile);
+  params.groups = Divisor(static_cast<uint32_t>(head_groups(1, params.group_size, params.head_size)));
   params.num_rows = args.path == 0 ? args.seq_lens.shape[0] : args.query.shape[0];
   params.num_counters = sizes.counters;
   params.table_entries = (args.block_tables.shape[0] - 1) * args.block_tables.strides[0] + args.block_tables.shape[1];

@@ -27,7 +27,7 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kTile = 16;             // keys of a warp's step
 constexpr int kWholeRow = 1 << 30;     // as a split_size: no row is cut
 constexpr int kSlotHead = 4;           // float32 of a partial before its values: maximum in base 2, sum, and two to align
-constexpr int kMostCluster = 8;        // thread blocks: 16 gain some 4 % from 4,096 to 16,384 keys, and lose 15 % at 1,024
+constexpr int kMostCluster = 16;       // thread blocks; 16 gain some 4 % from 4,096 to 16,384 keys, and lose 15 % at 1,024
 
 // Query heads that share a tile: as many as a thread has registers for.
 __host__ __device__ constexpr int most_heads(int head_size) { return head_size > 128 ? 8 : 16; }
@@ -62,9 +62,10 @@ struct Cursor {
 };
 
 struct Plan {
-  int num_rows, num_groups, unit_keys;
+  int num_rows, num_groups;
   bool fixed;      // every unit is a piece
   bool by_cluster = false;  // every (row, group) belongs to one cluster, of p.cluster blocks, and to no other
+  int total;        // units of the batch
   int num_warps;    // of the grid that take part
   int share, more;  // units of a warp; the first `more` warps have one more
 
@@ -73,21 +74,21 @@ struct Plan {
     const int larger = more * (share + 1);
     return unit < larger ? unit / (share + 1) : more + (unit - larger) / share;
   }
-  __device__ int block_begin(int block) const { return begin_of(block * kWarps); }
+  __device__ int block_begin(int block) const { return begin_of(min(block * kWarps, num_warps)); }
   __device__ int block_of(int unit) const { return warp_of(unit) / kWarps; }
 };
 
-__device__ inline int units_of(const Row& row, int unit_keys) {
+__device__ inline int units_of(const AttentionParams& p, const Row& row) {
   if (row.request < 0) return 0;
   if (row.begin >= row.end) return 1;  // an empty row still has an output
-  return (row.end - 1) / unit_keys - row.begin / unit_keys + 1;
+  return p.unit.divide(row.end - 1) - p.unit.divide(row.begin) + 1;
 }
 
-__device__ inline void start_piece(Cursor& c, const Plan& plan) {
+__device__ inline void start_piece(Cursor& c, const Plan& plan, const AttentionParams& p) {
   c.piece = plan.fixed ? 1 : min(c.left, c.num_units - c.unit);
-  const int first = c.row.begin / plan.unit_keys + c.unit;
-  c.key = first * plan.unit_keys;
-  c.key_end = min(static_cast<int64_t>(c.row.end), static_cast<int64_t>(first + c.piece) * plan.unit_keys);
+  const int first = p.unit.divide(c.row.begin) + c.unit;
+  c.key = first * static_cast<int>(p.unit.value);
+  c.key_end = min(static_cast<int64_t>(c.row.end), static_cast<int64_t>(first + c.piece) * p.unit.value);
 }
 
 // Steps to the next piece; false when the warp's run is over.
@@ -101,11 +102,11 @@ __device__ inline bool next_piece(Cursor& c, const Plan& plan, const AttentionPa
       c.group = 0;
       do {
         c.row = grid_row(p, ++c.index);
-        c.num_units = units_of(c.row, plan.unit_keys);
+        c.num_units = units_of(p, c.row);
       } while (c.num_units == 0);
     }
   }
-  start_piece(c, plan);
+  start_piece(c, plan, p);
   return true;
 }
 
@@ -117,13 +118,13 @@ __device__ inline bool find_cluster_share(const AttentionParams& p, const Plan& 
   if (c.index >= plan.num_rows) return false;
   c.group = cluster % plan.num_groups;
   c.row = grid_row(p, c.index);
-  c.num_units = units_of(c.row, plan.unit_keys);
+  c.num_units = units_of(p, c.row);
   if (c.num_units == 0) return false;
   const int share = c.num_units / (p.cluster * kWarps), more = c.num_units % (p.cluster * kWarps);
   c.unit = rank * share + min(rank, more);
   c.left = share + (rank < more ? 1 : 0);
   if (c.left > 0) {
-    start_piece(c, plan);
+    start_piece(c, plan, p);
   } else {
     c.left = c.piece = 1;
     c.key = c.key_end = c.row.end;
@@ -141,7 +142,7 @@ __device__ inline bool find_share(const AttentionParams& p, Plan& plan, Cursor& 
   const int last = min(first + per_thread, plan.num_rows);
   int mine = 0, longest = 0;
   for (int index = first; index < last; ++index) {
-    const int units = units_of(grid_row(p, index), plan.unit_keys);
+    const int units = units_of(p, grid_row(p, index));
     mine += units;
     longest = max(longest, units);
   }
@@ -158,31 +159,32 @@ __device__ inline bool find_share(const AttentionParams& p, Plan& plan, Cursor& 
     scratch[kWarps + warp] = longest;
   }
   __syncthreads();
-  int before = until - mine, total = 0;
+  int before = until - mine;
+  plan.total = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
     if (w < warp) before += scratch[w];
-    total += scratch[w];
+    plan.total += scratch[w];
     longest = max(longest, scratch[kWarps + w]);
   }
-  if (total == 0) return false;
-  plan.num_warps = min(static_cast<int>(gridDim.x) * kWarps, total);
+  if (plan.total == 0) return false;
+  plan.num_warps = min(static_cast<int>(gridDim.x) * kWarps, plan.total);
   if (p.cluster > 0) {
     const int64_t steps = (longest + p.cluster * kWarps - 1) / (p.cluster * kWarps);
-    plan.by_cluster = steps * p.cluster_cost <= int64_t{total} * 16 / plan.num_warps + p.cluster_slack;
+    plan.by_cluster = steps * p.cluster_cost <= int64_t{plan.total} * 16 / plan.num_warps + p.cluster_slack;
   }
   if (plan.by_cluster) return find_cluster_share(p, plan, c);
   const int first_warp = blockIdx.x * kWarps;
   if (first_warp >= plan.num_warps) return false;
-  plan.share = total / plan.num_warps;
-  plan.more = total % plan.num_warps;
+  plan.share = plan.total / plan.num_warps;
+  plan.more = plan.total - plan.share * plan.num_warps;
   int* owned = scratch + 2 * kWarps;
   for (int w = 0; w < kWarps && first_warp + w < plan.num_warps; ++w) {
     const int begin = plan.begin_of(first_warp + w);
     if (begin < before || begin >= before + mine) continue;
     int at = before;
     for (int index = first;; ++index) {
-      const int units = units_of(grid_row(p, index), plan.unit_keys) * plan.num_groups;
+      const int units = units_of(p, grid_row(p, index)) * plan.num_groups;
       if (begin < at + units) {
         owned[2 * w] = index;
         owned[2 * w + 1] = begin - at;
@@ -196,11 +198,11 @@ __device__ inline bool find_share(const AttentionParams& p, Plan& plan, Cursor& 
   if (first_warp + warp >= plan.num_warps) return true;
   c.index = owned[2 * warp];
   c.row = grid_row(p, c.index);
-  c.num_units = units_of(c.row, plan.unit_keys);
+  c.num_units = units_of(p, c.row);
   c.group = owned[2 * warp + 1] / c.num_units;
   c.unit = owned[2 * warp + 1] % c.num_units;
   c.left = plan.begin_of(first_warp + warp + 1) - plan.begin_of(first_warp + warp);
-  start_piece(c, plan);
+  start_piece(c, plan, p);
   return true;
 }
 
