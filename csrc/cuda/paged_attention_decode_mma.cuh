@@ -12,7 +12,7 @@
 //              warps   | warp 0     | warp 1     | warp 2     | warp 3     | ...
 //              pieces  | a          | b      | c  | d         | ...       b and c end in the same warp
 //
-//            Small batches, whose (row, head group)s are fewer than the blocks, have a second way: a cluster of up to 8 blocks
+//            Small batches, whose (row, head group)s are fewer than the blocks, have a second way: a cluster of up to 16 blocks
 //            for each, whose warps share its units. The blocks take it when the rows are even enough, which they all find alike.
 // Warp       A warp goes through its run alone, 16 keys a step, through a ring of shared-memory stages of its own, filled by
 //            asynchronous copies up to kStages - 1 steps ahead, across the borders of pieces: nothing in the loop waits for
@@ -34,7 +34,11 @@
 //            and 15.0 us instead of 32 at 1 x 1,024. 3 heads as the 8 columns: 529. 4 L2 prefetch of 128 bytes: 524. 5 two
 //            stages: 503, the memory system had been over-full. 6 quantised caches (not measured yet). 7 clusters for small batches,
 //            keys and values first out of the L2 cache: on another H200 14.7 to 13.9 us at 1 x 1,024, 37.0 to 29.1 at 8 x 2,048, 565 to
-//            529 at 128 x 4,096; 8 heads a tile above D = 128, where 16 spilled 860 bytes.
+//            529 at 128 x 4,096; 8 heads a tile above D = 128, where 16 spilled 860 bytes. 8 a run a warp, not a block; queries and
+//            block tables ahead: on a third H200 112 to 82 us at 256 x 1 to 400, 59.4 to 53.8 at 256 x 128, even lengths the
+//            same or up to 3 % slower. 9 the usual cache policy where much is read: 532 to 511 at 128 x 4,096, 282 to 269 at
+//            32 x 8,192; clusters of 16 for long rows, and 5,900 instructions instead of 10,200, for each new one is a read of
+//            memory when caches are cold (not measured yet).
 // Roofline   2 x keys x Hkv x D elements of 2 bytes, or of 1; the products are 13 % of the tensor rate when memory is saturated (G <= 16).
 // Reached    one H200, bf16, blocks of 16, version 5 (docs/performance.md): 4.28 TB/s at 128 x 4,096 tokens with 32/8 heads of 128,
 //            4.44 with 32/32; 14.1 us at 1 x 1,024, 5.0 of them an empty launch's. Geometric mean over 16 configurations 0.98 of

@@ -29,6 +29,11 @@ constexpr int kWholeRow = 1 << 30;     // as a split_size: no row is cut
 constexpr int kSlotHead = 4;           // float32 of a partial before its values: maximum in base 2, sum, and two to align
 constexpr int kMostCluster = 16;       // thread blocks; 16 gain some 4 % from 4,096 to 16,384 keys, and lose 15 % at 1,024
 
+// Thread blocks of a multiprocessor, among which its shared memory is divided.
+__host__ __device__ constexpr int blocks_of_sm(int head_size) {
+  return RESEARCH_ENGINE_DECODE_BLOCKS_PER_SM > 0 ? RESEARCH_ENGINE_DECODE_BLOCKS_PER_SM : head_size <= 128 ? 2 : 1;
+}
+
 // Query heads that share a tile: as many as a thread has registers for.
 __host__ __device__ constexpr int most_heads(int head_size) { return head_size > 128 ? 8 : 16; }
 
@@ -221,7 +226,7 @@ struct Sizes {
 // Warps of a thread block and blocks of a multiprocessor of the kernel that will run.
 inline int64_t block_warps(const PagedAttention& args) { return args.variant.kernel != nullptr ? args.variant.threads / 32 : kWarps; }
 inline int blocks_per_sm(const PagedAttention& args) {
-  return args.variant.kernel != nullptr ? args.variant.blocks_per_sm : args.query.shape[2] <= 128 ? 2 : 1;
+  return args.variant.kernel != nullptr ? args.variant.blocks_per_sm : blocks_of_sm(static_cast<int>(args.query.shape[2]));
 }
 
 // With a split_size, pieces of that many keys; with 0, what the kernel cuts by load.

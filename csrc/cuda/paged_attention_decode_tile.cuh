@@ -28,8 +28,7 @@ template <typename C, int kD, int kRows> struct MmaShape {
   static constexpr int kRowChunks = kSwizzle ? kChunks : kChunks | 1;  // an odd stride spreads rows over the banks as well
   static constexpr int kTileBytes = kTile * kRowChunks * 16;
   static constexpr int kStageBytes = 2 * kTileBytes;  // of one warp
-  static constexpr int kBlocksPerSm =
-      RESEARCH_ENGINE_DECODE_BLOCKS_PER_SM > 0 ? RESEARCH_ENGINE_DECODE_BLOCKS_PER_SM : kD <= 128 ? 2 : 1;
+  static constexpr int kBlocksPerSm = blocks_of_sm(kD);
   static constexpr int kSumStride = kD + 4;  // float32 elements of a head's sums, with its maximum and sum of exponentials
   static constexpr int kFixedBytes = kWarps * (kRows * kSumStride * 4 + 56) + 16;
   // Deeper rings lose bandwidth: at 256 x 2,048 an H200 read 4.15 TB/s with 3 stages and 4.26 with 2 (D = 128).
