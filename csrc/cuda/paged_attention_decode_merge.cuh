@@ -190,10 +190,12 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
   };
   __device__ __forceinline__ Group group_from(int part) const {
     Group group{};
+#pragma unroll 1
     while (part < 2 * kWarps && open_[part].num_units == 0) ++part;
     group.part = group.next = part;
     if (part == 2 * kWarps) return group;
     group.open = open_[part];
+#pragma unroll 1
     for (; group.next < 2 * kWarps; ++group.next) {
       const Open& other = open_[group.next];
       if (other.num_units == 0) continue;
@@ -222,13 +224,16 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
       const Partials partials = partials_of(plan, group);
       mine = slots() + (static_cast<int>(blockIdx.x) == partials.counter ? partials.first_slot : 2 * blockIdx.x) * slot_size();
     }
+#pragma unroll 1
     for (int item = threadIdx.x; item < heads * (kD / 4); item += kThreads) {
       const int h = item / (kD / 4), at = item % (kD / 4) * 4;
       float top = -INFINITY, sum = 0.0f;
+#pragma unroll 1
       for (int i = group.part; i < group.next; ++i) {
         if (open_[i].num_units > 0) top = fmaxf(top, part_sums(i)[h * Shape::kSumStride + kD]);
       }
       float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
       for (int i = group.part; i < group.next; ++i) {
         if (open_[i].num_units == 0) continue;
         const float* row = part_sums(i) + h * Shape::kSumStride;
@@ -304,6 +309,7 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
 
     const int heads = num_heads(c.group), first = first_head(c.group), member = threadIdx.x % size;
     const uint32_t sums = cluster_address(shared_address(stages_), member);
+#pragma unroll 1
     for (int base = rank * (kThreads / size); base < heads * (kD / 4); base += kThreads) {
       const int item = base + static_cast<int>(threadIdx.x) / size;
       const bool there = item < heads * (kD / 4);
@@ -340,40 +346,61 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
     if (size > 1) cluster_barrier();  // nobody leaves while others read its shared memory
   }
 
-  // Adds a row's partials in the order of their keys.
+  // Adds a row's partials in the order of their keys, from shared memory, to which all that it holds are copied at once. Loops are
+  // not unrolled: what runs once costs more to fetch than to execute.
   __device__ __forceinline__ void merge_partials(const Partials& partials) const {
-    constexpr int kTogether = kRows == 8 && kD <= 128 ? 17 : 8;  // as registers allow; 33 blocks share a row at batch 1, 8 KV heads
-    const int heads = num_heads(partials.group), head = first_head(partials.group), parts = partials.parts;
-    for (int item = threadIdx.x; item < heads * (kD / 4); item += kThreads) {
-      const int h = item / (kD / 4), at = item % (kD / 4) * 4;
-      float top = -INFINITY, sum = 0.0f;
-      float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      for (int s = 0; s < parts; s += kTogether) {
-        float2 end[kTogether];
-        float4 part[kTogether];
+    constexpr int kHeadChunks = kD / 4 + 1;  // of 16 bytes
+    const int heads = num_heads(partials.group), head = first_head(partials.group), chunks = heads * kHeadChunks;
+    const int room = static_cast<int>(reinterpret_cast<const char*>(open_) - stages_) / (chunks * 16);
+    const uint32_t held = shared_address(stages_);
+    constexpr int kItems = (kRows * (kD / 4) + kThreads - 1) / kThreads;  // of a thread: four columns of a head
+    float top[kItems], sum[kItems];
+    float4 total[kItems];
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          const int slot = s + i == 0 ? partials.first_slot : partials.base + (s + i) * partials.step;
-          const float* from = slots() + slot * slot_size() + h * (kD + kSlotHead);
-          const bool there = s + i < parts;
-          end[i] = there ? __ldcg(reinterpret_cast<const float2*>(from)) : make_float2(-INFINITY, 0.0f);
-          part[i] = there ? __ldcg(reinterpret_cast<const float4*>(from + kSlotHead + at)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        }
-        float higher = top;
+    for (int i = 0; i < kItems; ++i) {
+      top[i] = -INFINITY;
+      sum[i] = 0.0f;
+      total[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+#pragma unroll 1
+    for (int from = 0; from < partials.parts; from += room) {
+      const int count = min(room, partials.parts - from);
+      int part = threadIdx.x / chunks, chunk = threadIdx.x % chunks;
+#pragma unroll 1
+      for (int at = threadIdx.x; at < count * chunks; at += kThreads) {
+        const int slot = from + part == 0 ? partials.first_slot : partials.base + (from + part) * partials.step;
+        copy_async_16(held + at * 16, slots() + slot * slot_size() + chunk * 4, true);
+        for (chunk += kThreads; chunk >= chunks; chunk -= chunks) ++part;
+      }
+      commit_copies();
+      wait_copies<0>();
+      __syncthreads();
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) higher = fmaxf(higher, end[i].x);
-        const float rescale = exp2_fast(top - finite_top(higher));
-        top = higher;
-        sum *= rescale;
-        total = make_float4(total.x * rescale, total.y * rescale, total.z * rescale, total.w * rescale);
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          const float scale = exp2_fast(end[i].x - finite_top(top));
-          sum += scale * end[i].y;
-          add_scaled(total, scale, part[i]);
+      for (int i = 0; i < kItems; ++i) {
+        const int item = threadIdx.x + i * kThreads, h = item / (kD / 4), at = item % (kD / 4) * 4;
+        if (h >= heads) continue;
+        const float* rows = reinterpret_cast<const float*>(stages_) + h * (kD + kSlotHead);
+        float higher = top[i];
+#pragma unroll 1
+        for (int s = 0; s < count; ++s) higher = fmaxf(higher, rows[s * chunks * 4]);
+        const float rescale = exp2_fast(top[i] - finite_top(higher));
+        top[i] = higher;
+        sum[i] *= rescale;
+        total[i] = make_float4(total[i].x * rescale, total[i].y * rescale, total[i].z * rescale, total[i].w * rescale);
+#pragma unroll 1
+        for (int s = 0; s < count; ++s) {
+          const float* row = rows + s * chunks * 4;
+          const float scale = exp2_fast(row[0] - finite_top(higher));
+          sum[i] += scale * row[1];
+          add_scaled(total[i], scale, *reinterpret_cast<const float4*>(row + kSlotHead + at));
         }
       }
-      write_four(partials.token, head + h, at, top, sum, total);
+      __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int item = threadIdx.x + i * kThreads, h = item / (kD / 4), at = item % (kD / 4) * 4;
+      if (h < heads) write_four(partials.token, head + h, at, top[i], sum[i], total[i]);
     }
   }
 

@@ -146,6 +146,7 @@ __device__ inline bool find_share(const AttentionParams& p, Plan& plan, Cursor& 
   const int first = min(static_cast<int>(threadIdx.x) * per_thread, plan.num_rows);
   const int last = min(first + per_thread, plan.num_rows);
   int mine = 0, longest = 0;
+#pragma unroll 2
   for (int index = first; index < last; ++index) {
     const int units = units_of(p, grid_row(p, index));
     mine += units;
@@ -184,10 +185,12 @@ __device__ inline bool find_share(const AttentionParams& p, Plan& plan, Cursor& 
   plan.share = plan.total / plan.num_warps;
   plan.more = plan.total - plan.share * plan.num_warps;
   int* owned = scratch + 2 * kWarps;
+#pragma unroll 1
   for (int w = 0; w < kWarps && first_warp + w < plan.num_warps; ++w) {
     const int begin = plan.begin_of(first_warp + w);
     if (begin < before || begin >= before + mine) continue;
     int at = before;
+#pragma unroll 1
     for (int index = first;; ++index) {
       const int units = units_of(p, grid_row(p, index)) * plan.num_groups;
       if (begin < at + units) {

@@ -281,7 +281,7 @@ def test_k20_same_call_gives_the_same_bits(device: str) -> None:
     ids=["one key", "one long", "one very long", "two units", "even", "tiny", "uneven", "many", "short"],
 )
 def test_batches_of_single_queries(device: str, lengths: list[int], group: int) -> None:
-    """Clusters of thread blocks share few rows that are even; others are cut by load, and of short ones a warp has several."""
+    """Clusters of thread blocks share few even rows; others are cut by load, and of short ones a warp has several."""
     batch = make_batch(
         [(1, length) for length in lengths], group=group, head_size=128, dtype=torch.bfloat16, device=device
     )
