@@ -37,8 +37,8 @@
 //            529 at 128 x 4,096; 8 heads a tile above D = 128, where 16 spilled 860 bytes. 8 a run a warp, not a block; queries and
 //            block tables ahead: on a third H200 112 to 82 us at 256 x 1 to 400, 59.4 to 53.8 at 256 x 128, even lengths the
 //            same or up to 3 % slower. 9 the usual cache policy where much is read: 532 to 511 at 128 x 4,096, 282 to 269 at
-//            32 x 8,192; clusters of 16 for long rows, and 5,900 instructions instead of 10,200, for each new one is a read of
-//            memory when caches are cold (not measured yet).
+//            32 x 8,192; clusters of 16 for long rows, and 5,600 instructions instead of 10,200, since each is a read of memory
+//            when caches are cold (not measured yet).
 // Roofline   2 x keys x Hkv x D elements of 2 bytes, or of 1; the products are 13 % of the tensor rate when memory is saturated (G <= 16).
 // Reached    one H200, bf16, blocks of 16, version 5 (docs/performance.md): 4.28 TB/s at 128 x 4,096 tokens with 32/8 heads of 128,
 //            4.44 with 32/32; 14.1 us at 1 x 1,024, 5.0 of them an empty launch's. Geometric mean over 16 configurations 0.98 of
@@ -309,7 +309,7 @@ void launch_in_clusters(DecodeKernel kernel, LaunchShape shape, AttentionParams 
     if (size == kMostCluster && units < 4 * size * warps) continue;
     // Where clusters leave multiprocessors idle, they cost 15 % of rows so long that equal runs are faster.
     const int64_t steps = ceil_div(units, size * warps), runs = std::min(blocks * warps, lines * units);
-    if (cost(size) < 16 && steps * cost(size) > lines * units * 16 / runs + p.cluster_slack) break;
+    if (cost(size) < 16 && (steps * cost(size) - p.cluster_slack) * runs > lines * units * 16) break;
     shape.cluster = p.cluster = size;
     shape.blocks = most * size;
     p.cluster_cost = cost(size);

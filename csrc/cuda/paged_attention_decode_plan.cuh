@@ -177,7 +177,7 @@ __device__ inline bool find_share(const AttentionParams& p, Plan& plan, Cursor& 
   plan.num_warps = min(static_cast<int>(gridDim.x) * kWarps, plan.total);
   if (p.cluster > 0) {
     const int64_t steps = (longest + p.cluster * kWarps - 1) / (p.cluster * kWarps);
-    plan.by_cluster = steps * p.cluster_cost <= int64_t{plan.total} * 16 / plan.num_warps + p.cluster_slack;
+    plan.by_cluster = (steps * p.cluster_cost - p.cluster_slack) * plan.num_warps <= int64_t{plan.total} * 16;
   }
   if (plan.by_cluster) return find_cluster_share(p, plan, c);
   const int first_warp = blockIdx.x * kWarps;
