@@ -64,8 +64,7 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
     } else if (plan.fixed) {
       leave_in_workspace(c, plan);
     } else {
-      const bool last = c.left == c.piece;
-      leave_in_block(c, last ? 1 : 0);
+      leave_in_block(c, c.left == c.piece);
     }
   }
 
@@ -111,9 +110,9 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
                          : reinterpret_cast<float*>(stages_ + part / 2 * Shape::kRingBytes);
   }
 
-  __device__ __forceinline__ void leave_in_block(const Cursor& c, int which) {
+  __device__ __forceinline__ void leave_in_block(const Cursor& c, bool last) {
     static_assert(kRows * Shape::kSumStride * 4 <= Shape::kRingBytes, "a warp's last sums take its ring's place");
-    const int part = 2 * warp_ + which;
+    const int part = 2 * warp_ + (last ? 1 : 0);
     float* sums = part_sums(part);
     if (lane_ == 0) open_[part] = {static_cast<int>(c.row.token), c.group, c.unit, c.unit + c.piece, c.num_units};
 #pragma unroll
@@ -246,7 +245,7 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
       } else {
         float* to = mine + h * (kD + kSlotHead);
         __stcg(reinterpret_cast<float4*>(to + kSlotHead + at), total);
-        if (at == 0) __stcg(reinterpret_cast<float2*>(to), make_float2(top, sum));
+        if (at == 0) __stcg(reinterpret_cast<float4*>(to), make_float4(top, sum, 0.0f, 0.0f));
       }
     }
     return whole;
@@ -278,7 +277,7 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
         const int row = h * 8 + q_ * 2 + b;
         if (row >= heads) continue;
         float* to = mine + row * (kD + kSlotHead);
-        if (g_ == 0) __stcg(reinterpret_cast<float2*>(to), make_float2(top_[h][b], sum_[h][b]));
+        if (g_ == 0) __stcg(reinterpret_cast<float4*>(to), make_float4(top_[h][b], sum_[h][b], 0.0f, 0.0f));
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
           __stcg(reinterpret_cast<float2*>(to + kSlotHead + this->column(t)), make_float2(out_[t][h][b], out_[t][h][2 + b]));
@@ -287,8 +286,9 @@ template <typename C, int kD, int kRows> class DecodeMerge : protected DecodeTil
     }
   }
 
-  // Ends a (row, head group) that one cluster shares: every warp leaves its sums in shared memory, and every block of the cluster adds up a
-  // part of the result's columns out of all of them. A team of as many lanes as blocks takes four neighbouring columns of a head.
+  // Ends a (row, head group) that one cluster shares: every warp leaves its sums in shared memory, and every block of the cluster
+  // adds up a part of the result's columns out of all of them. A team of as many lanes as blocks takes four neighbouring columns
+  // of a head.
   __device__ __forceinline__ void end_in_cluster(const Cursor& c) {
     const int size = p_.cluster, rank = blockIdx.x % size;
     float* mine = part_sums(2 * warp_ + 1);
