@@ -35,8 +35,8 @@
 //            stages: 503, the memory system had been over-full. 6 quantised caches (not measured yet). 7 clusters for small batches,
 //            keys and values first out of the L2 cache: on another H200 14.7 to 13.9 us at 1 x 1,024, 37.0 to 29.1 at 8 x 2,048, 565 to
 //            529 at 128 x 4,096; 8 heads a tile above D = 128, where 16 spilled 860 bytes. 8 a run a warp, not a block; queries and
-//            block tables ahead: on a third H200 112 to 82 us at 256 x 1 to 400, 59.4 to 53.8 at 256 x 128, even lengths the
-//            same or up to 3 % slower. 9 the usual cache policy where much is read: 532 to 511 at 128 x 4,096, 282 to 269 at
+//            block tables ahead: on a third H200 112 to 82 us at 256 x 1 to 400, 59.4 to 53.8 at 256 x 128, even lengths up
+//            to 5 % slower, 10 % with heads of 64. 9 the usual cache policy where much is read: 532 to 511 at 128 x 4,096, 282 to 269 at
 //            32 x 8,192; clusters of 16 for long rows, and 5,600 instructions instead of 10,200, since each is a read of memory
 //            when caches are cold (not measured yet).
 // Roofline   2 x keys x Hkv x D elements of 2 bytes, or of 1; the products are 13 % of the tensor rate when memory is saturated (G <= 16).
