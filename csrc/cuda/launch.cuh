@@ -95,6 +95,7 @@ inline void allow(const char* op, const void* kernel, const LaunchShape& shape) 
   if (shape.shared_bytes > 32 * 1024) {  // see `launch`
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes)), op);
   }
+  if (shape.cluster > 8) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), op);
 }
 
 inline cudaLaunchAttribute cluster_attribute(int size) {

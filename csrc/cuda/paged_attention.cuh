@@ -56,6 +56,8 @@ struct AttentionParams {
   int split_size, num_splits;
   // The tensor-core decode kernel alone.
   int64_t num_counters;   // of its workspace
+  Divisor unit;           // keys that it cuts rows by: split_size or, if that is 0, its own
+  Divisor groups;         // of query heads that share a KV head
   int64_t table_entries;  // of block_tables, with the gaps between its rows
   int cluster;            // thread blocks that may share a row's keys of one head group; 0: cut by load alone
   int cluster_cost;       // of a step of theirs, in sixteenths of a step of blocks that fill the device

@@ -27,17 +27,21 @@ template <typename C, int kD, int kRows> struct MmaShape {
   static constexpr bool kSwizzle = kChunks % 8 == 0;
   static constexpr int kRowChunks = kSwizzle ? kChunks : kChunks | 1;  // an odd stride spreads rows over the banks as well
   static constexpr int kTileBytes = kTile * kRowChunks * 16;
-  static constexpr int kStageBytes = kWarps * 2 * kTileBytes;
-  static constexpr int kBlocksPerSm =
-      RESEARCH_ENGINE_DECODE_BLOCKS_PER_SM > 0 ? RESEARCH_ENGINE_DECODE_BLOCKS_PER_SM : kD <= 128 ? 2 : 1;
-  static constexpr int kSumStride = kD + 4;  // float32 elements
-  static constexpr int kMergeBytes = kRows * kSumStride * 4 + kWarps * kRows * 8 + kRows * 8 + 16;
+  static constexpr int kStageBytes = 2 * kTileBytes;  // of one warp
+  static constexpr int kBlocksPerSm = blocks_of_sm(kD);
+  static constexpr int kSumStride = kD + 4;  // float32 elements of a head's sums, with its maximum and sum of exponentials
+  static constexpr int kFixedBytes = kWarps * (kRows * kSumStride * 4 + 56) + 16;
   // Deeper rings lose bandwidth: at 256 x 2,048 an H200 read 4.15 TB/s with 3 stages and 4.26 with 2 (D = 128).
   static constexpr int kMostStages =
       RESEARCH_ENGINE_DECODE_STAGES > 0 ? RESEARCH_ENGINE_DECODE_STAGES : (kD < 128 ? 4 : 2) * (sizeof(C) == 1 ? 2 : 1);
-  static constexpr int kBudget = (228 * 1024) / kBlocksPerSm - 1024 - kMergeBytes;
-  static constexpr int kStages = kBudget / kStageBytes < kMostStages ? kBudget / kStageBytes : kMostStages;
-  static constexpr int kSharedBytes = kStages * kStageBytes + kMergeBytes;
+  static constexpr int kBudget = ((228 * 1024) / kBlocksPerSm - 1024 - kFixedBytes) / kWarps;
+  // Queries are copied like keys, ahead of their use, where shared memory has room for them.
+  static constexpr int kQueryTile = kRows * kD * static_cast<int>(sizeof(C));
+  static constexpr bool kQueryAhead = sizeof(C) > 1 && (kStageBytes + kQueryTile) * (kMostStages < 3 ? kMostStages : 3) <= kBudget;
+  static constexpr int kPerStage = kStageBytes + (kQueryAhead ? kQueryTile : 0);
+  static constexpr int kStages = kBudget / kPerStage < kMostStages ? kBudget / kPerStage : kMostStages;
+  static constexpr int kRingBytes = kStages * kStageBytes, kQueryBytes = kQueryAhead ? kStages * kQueryTile : 0;
+  static constexpr int kSharedBytes = kWarps * (kRingBytes + kQueryBytes) + kFixedBytes;
   static_assert(kStages >= 2, "a stage is loaded while another is used");
 
   static __device__ uint32_t offset(int row, int chunk) {
@@ -62,17 +66,17 @@ template <typename C, int kD, int kRows> class DecodeTile {
     q_ = lane_ % 4;
   }
 
-  // Reads the queries of `heads` heads from element `rows` on, in the order in which the products read K, and clears sums.
-  __device__ __forceinline__ void begin(int64_t rows, int first_head, int heads) {
+  // Reads the queries of `heads` heads, `stride` elements apart, in the order in which the products read K, and clears sums.
+  __device__ __forceinline__ void begin(const char* rows, int64_t stride, int first_head, int heads) {
     if constexpr (kQuantized) scale_ = p_.scale * head_scale(p_.key_scale, first_head / p_.group_size);
 #pragma unroll
     for (int h = 0; h < kHeadTiles; ++h) {
       const bool there = h * 8 + g_ < heads;
-      const int64_t row = rows + (h * 8 + g_) * p_.query_head_stride;
+      const int64_t row = (h * 8 + g_) * stride;
       if constexpr (kQuantized) {
-        read_query(row, h, there);
+        read_query((rows - static_cast<const char*>(p_.query)) / 2 + row, h, there);
       } else {
-        const C* query = static_cast<const C*>(p_.query) + row;
+        const C* query = reinterpret_cast<const C*>(rows) + row;
 #pragma unroll
         for (int i = 0; i < kD / 32; ++i) {
           const uint4 part = there ? *reinterpret_cast<const uint4*>(query + i * 32 + q_ * 8) : make_uint4(0, 0, 0, 0);

@@ -267,11 +267,21 @@ def test_k20_same_call_gives_the_same_bits(device: str) -> None:
 @pytest.mark.parametrize("group", [1, 4, 16])
 @pytest.mark.parametrize(
     "lengths",
-    [[1], [1000], [64, 64], [700, 650, 690], [1, 0, 3], [1500, 2, 0, 90], [520] * 17],
-    ids=["one key", "one long", "two units", "even", "tiny", "uneven", "many"],
+    [
+        [1],
+        [1000],
+        [9000],
+        [64, 64],
+        [700, 650, 690],
+        [1, 0, 3],
+        [1500, 2, 0, 90],
+        [520] * 17,
+        [i * 37 % 200 for i in range(300)],
+    ],
+    ids=["one key", "one long", "one very long", "two units", "even", "tiny", "uneven", "many", "short"],
 )
-def test_small_batches_of_single_queries(device: str, lengths: list[int], group: int) -> None:
-    """Few rows are shared by clusters of thread blocks when they are even, and cut by load when they are not."""
+def test_batches_of_single_queries(device: str, lengths: list[int], group: int) -> None:
+    """Clusters of thread blocks share few even rows; others are cut by load, and of short ones a warp has several."""
     batch = make_batch(
         [(1, length) for length in lengths], group=group, head_size=128, dtype=torch.bfloat16, device=device
     )

@@ -206,7 +206,7 @@ def compile_variant(
             "threads": f"{space}kThreads",
             "shared_bytes": f"{shape}::kSharedBytes",
             "blocks_per_sm": f"{shape}::kBlocksPerSm",
-            "keys": f"{space}kStep",
+            "keys": f"{space}kTile * {space}kWarps",
             "parameter_bytes": f"sizeof({core}AfterPredecessor<{core}AttentionParams>)",
             "stages": f"{shape}::kStages",
         }
