@@ -39,8 +39,8 @@ constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kBlocksAnSm = 2;
 constexpr int kMostBlocks = 8;      // of a row
 constexpr int kBins = 2 * kThreads;  // of a histogram: 10 bits of the cost
-constexpr int kListed = 2048;
-constexpr int kGuessed = 768;  // tokens that top-p is tried on first; half as many again come with them
+constexpr int kListed = 4096;
+constexpr int kGuessed = 2560;  // tokens that top-p is tried on first
 constexpr int kAhead = 4;  // vectors of the first pass in flight in a thread
 constexpr uint32_t kAll = 0xffffffffu;
 constexpr int64_t kElsewhere = INT32_MIN;  // the token, in blocks that were not needed to find it
@@ -86,6 +86,11 @@ struct Cut {
   }
 };
 
+// Threads that have one of the n best tokens of a block, if these are dealt out by chance.
+__device__ __forceinline__ int threads_reaching(int n) {
+  return static_cast<int>(kThreads * (1.0f - expf(static_cast<float>(-n) / kThreads)));
+}
+
 // A block's part of a row. kChanges: there may be penalties, biases or a mask.
 template <typename T, bool kChanges> class Row {
   static constexpr int kW = kWidth<T>;
@@ -110,6 +115,7 @@ template <typename T, bool kChanges> class Row {
     scale_ = kCostScale / temperature_;
     const int top_k = p_.top_k != nullptr ? p_.top_k[row_] : 0;
     top_k_ = !greedy && top_k > 0 && top_k < p_.vocab_size ? top_k : 0;
+    top_p_ = !greedy && p_.top_p != nullptr ? p_.top_p[row_] : 1.0f;
     if (kChanges) edits_ = edit();
     first_pass();
     const float raw = block_max(raw_best_), top = kChanges ? block_max(best_) : raw;
@@ -117,11 +123,12 @@ template <typename T, bool kChanges> class Row {
     mail.top = top;
     mail.raw = raw;
     mail.id = greedy ? first_of(top) : INT32_MAX;
-    mail.least = top_k_ > 0 ? nth_best(share_of_block(top_k_), best_, top, scale_) : -INFINITY;
+    const int reached = top_k_ > 0 ? share_of_block(top_k_) : top_p_ < 1.0f ? threads_reaching(share_of_block(kGuessed)) : 0;
+    mail.least = reached > 0 ? nth_best(reached, best_, top, scale_) : -INFINITY;
     if (p_.num_blocks > 1) cluster_wait();
     const Mail* all = exchange(mail);
     raw_top_ = top_ = -INFINITY;
-    float least = INFINITY;
+    float least = top_k_ > 0 ? INFINITY : -INFINITY;
     int first = INT32_MAX;
     for (int r = 0; r < p_.num_blocks; ++r) {
       raw_top_ = nan_max(raw_top_, all[r].raw);
@@ -129,7 +136,7 @@ template <typename T, bool kChanges> class Row {
         top_ = all[r].top;
         first = all[r].id;
       }
-      least = fminf(least, all[r].least);
+      least = top_k_ > 0 ? fminf(least, all[r].least) : fmaxf(least, all[r].least);
     }
     int64_t token = raw_top_ != raw_top_ ? kNotANumber : raw_top_ == INFINITY || top_ == INFINITY ? kInfinite : kNothingLeft;
     if (token == kNothingLeft && top_ > -INFINITY) token = greedy ? first : draw(least);
@@ -150,14 +157,16 @@ template <typename T, bool kChanges> class Row {
   __device__ __forceinline__ uint32_t bound_of(uint64_t weight) const;
   __device__ __forceinline__ float least_logit() const;
   __device__ __forceinline__ float nth_best(int n, float best, float top, float scale);
-  __device__ __forceinline__ const Mail* sum_masses(float least);
+  __device__ __forceinline__ const Mail* sum_masses(uint32_t widest, bool lists);
   __device__ __forceinline__ const Mail* sum_bounded(const Cut& cut);
   __device__ __forceinline__ void clear_bins();
   __device__ __forceinline__ void clear_list();
   __device__ __forceinline__ void append(uint32_t key, int id);
   __device__ __forceinline__ void list_tokens();
-  __device__ __forceinline__ int gather_list(uint64_t mass);
-  __device__ __forceinline__ void fill_bins(uint32_t path, int shift);
+  __device__ __forceinline__ Mail list_mail();
+  __device__ __forceinline__ int gather_list(const Mail* all);
+  __device__ __forceinline__ void fill_bins(uint32_t path, int shift, int listed);
+  __device__ __forceinline__ int list_bin(uint32_t path, int shift);
   __device__ __forceinline__ Cut select(bool by_mass, uint64_t target);
   __device__ __forceinline__ int tie(uint32_t wanted, uint64_t n);
   __device__ __forceinline__ int draw_listed(uint64_t target, const Cut& cut);
@@ -220,26 +229,22 @@ template <typename T, bool kChanges> class Row {
   __device__ __forceinline__ int num_steps(int warp) const {
     return min(p_.warp_steps, block_end_ - first_step(warp));
   }
-  // This lane's vector of a step; -inf past the vocabulary's end.
-  __device__ __forceinline__ uint4 fetch(int step) const {
+  // This lane's vector of a step; -inf past the vocabulary's end. `once`: it is not read again.
+  __device__ __forceinline__ uint4 fetch(int step, bool once = false) const {
     const int id = first_id(step, lane_);
-    if (p_.aligned && id + kW <= p_.vocab_size) return *reinterpret_cast<const uint4*>(logits_ + id);
+    const T* from = logits_ + id;
+    if (p_.aligned && id + kW <= p_.vocab_size) {
+      return once ? __ldcs(reinterpret_cast<const uint4*>(from)) : *reinterpret_cast<const uint4*>(from);
+    }
     T elements[kW];
 #pragma unroll
-    for (int e = 0; e < kW; ++e) elements[e] = id + e < p_.vocab_size ? logits_[id + e] : from_float<T>(-INFINITY);
+    for (int e = 0; e < kW; ++e) elements[e] = id + e < p_.vocab_size ? from[e] : from_float<T>(-INFINITY);
     uint4 raw;
     memcpy(&raw, elements, sizeof(raw));
     return raw;
   }
   __device__ __forceinline__ uint4* place(int warp, int step) const {
     return cache_ + (warp * p_.cached_steps + step) * 32 + lane_;
-  }
-  // Logits of this lane's vector of a warp's step, and its first id; `cached` is place(warp, 0).
-  template <bool kRaw> __device__ __forceinline__ int read(int warp, int step, const uint4* cached, float (&x)[kW]) const {
-    const int id = first_id(first_step(warp) + step, lane_);
-    widen<T>(step < p_.cached_steps ? cached[step * 32] : fetch(first_step(warp) + step), x);
-    if (!kRaw) apply_changes(id, x);
-    return id;
   }
   // A vector never crosses a word of 32 bits.
   __device__ __forceinline__ void apply_changes(int id, float (&x)[kW]) const {
@@ -258,53 +263,103 @@ template <typename T, bool kChanges> class Row {
     }
   }
 
-  // Calls f(first id, logits) for this thread's vectors in ascending order, from one on.
-  template <bool kRaw, typename F> __device__ __forceinline__ void visit(F&& f, int first = 0) const {
-    const int steps = num_steps(warp_);
-    const uint4* cached = place(warp_, 0);
-#pragma unroll 1
-    for (int step = first; step < steps; ++step) {
+  // Calls f(first id, logits, their largest) for this thread's vectors in ascending order. Those that are not in shared memory are
+  // on their way two steps ahead.
+  template <bool kRaw, typename F> __device__ __forceinline__ void visit(F&& f) const {
+    const int begin = first_step(warp_), steps = num_steps(warp_), cached = min(steps, p_.cached_steps);
+    const auto call = [&](int step, const uint4& raw) {
+      const int id = first_id(begin + step, lane_);
       float x[kW];
-      const int id = read<kRaw>(warp_, step, cached, x);
-      f(id, x);
+      widen<T>(raw, x);
+      if (!kRaw) apply_changes(id, x);
+      f(id, x, kChanges && !kRaw ? largest_of(x) : vector_max<T>(raw));
+    };
+    const uint4* from = place(warp_, 0);
+    int step = 0;
+#pragma unroll 1
+    for (; step < cached; ++step) call(step, from[step * 32]);
+    if (step == steps) return;
+    uint4 even = fetch(begin + step), odd = even;
+    if (step + 1 < steps) odd = fetch(begin + step + 1);
+#pragma unroll 1
+    for (; step < steps; step += 2) {
+      const uint4 first = even;
+      if (step + 2 < steps) even = fetch(begin + step + 2);
+      call(step, first);
+      if (step + 1 == steps) break;
+      const uint4 second = odd;
+      if (step + 3 < steps) odd = fetch(begin + step + 3);
+      call(step + 1, second);
+    }
+  }
+
+  // Calls f(cost, id) for this thread's tokens within the bound; they reach least_. One after the other: they are few.
+  template <typename F> __device__ __forceinline__ void visit_bounded(F&& f) const {
+    if (best_ < least_) return;
+    visit<false>([&](int first, const float (&x)[kW], float most) {
+      if (most >= least_) pick_bounded(first, x, f);
+    });
+  }
+  template <typename F> __device__ __forceinline__ void pick_bounded(int first, const float (&x)[kW], F&& f) const {
+    uint32_t reaching = 0;
+#pragma unroll
+    for (int e = 0; e < kW; ++e) reaching |= x[e] >= least_ ? 1u << e : 0;
+#pragma unroll 1
+    for (; reaching != 0; reaching &= reaching - 1) {
+      const int at = __ffs(static_cast<int>(reaching)) - 1;
+      float value = x[0];
+#pragma unroll
+      for (int e = 1; e < kW; ++e) value = at == e ? x[e] : value;
+      const uint32_t c = cost(value);
+      if (c <= bound_) f(c, first + at);
     }
   }
 
   // Step 2.
   __device__ __forceinline__ void first_pass() {
-    const int steps = num_steps(warp_);
+    const int begin = first_step(warp_), steps = num_steps(warp_);
     const bool changes = kChanges && (edits_ || allowed_ != nullptr);
     Largest<T> largest;
     float changed_best = -INFINITY;
+    uint4 ahead[kAhead];
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      if (a < steps) ahead[a] = fetch(begin + a, a < p_.cached_steps);
+    }
+#pragma unroll 1
     for (int at = 0; at < steps; at += kAhead) {
-      uint4 raw[kAhead];
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
-        if (at + a < steps) raw[a] = fetch(first_step(warp_) + at + a);
-      }
-#pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        if (at + a >= steps) break;
-        if (at + a < p_.cached_steps) *place(warp_, at + a) = raw[a];
-        largest.add(raw[a]);
+        const int step = at + a;
+        if (step >= steps) break;
+        const uint4 raw = ahead[a];
+        if (step + kAhead < steps) ahead[a] = fetch(begin + step + kAhead, step + kAhead < p_.cached_steps);
+        if (step < p_.cached_steps) *place(warp_, step) = raw;
+        largest.add(raw);
         if (changes) {
           float x[kW];
-          widen<T>(raw[a], x);
-          apply_changes(first_id(first_step(warp_) + at + a, lane_), x);
-#pragma unroll
-          for (int e = 0; e < kW; ++e) changed_best = fmaxf(changed_best, x[e]);
+          widen<T>(raw, x);
+          apply_changes(first_id(begin + step, lane_), x);
+          changed_best = fmaxf(changed_best, largest_of(x));
         }
       }
     }
     raw_best_ = largest.value();
     best_ = changes ? changed_best : raw_best_;
   }
+  __device__ __forceinline__ static float largest_of(const float (&x)[kW]) {
+    float largest = x[0];
+#pragma unroll
+    for (int e = 1; e < kW; ++e) largest = fmaxf(largest, x[e]);
+    return largest;
+  }
 
   // The smallest id of the block whose logit is `top`.
   __device__ __forceinline__ int first_of(float top) {
     int id = INT32_MAX;
     if (best_ == top) {
-      visit<false>([&](int first, const float (&x)[kW]) {
+      visit<false>([&](int first, const float (&x)[kW], float most) {
+        if (most < top) return;
 #pragma unroll
         for (int e = 0; e < kW; ++e) {
           if (x[e] == top) id = min(id, first + e);
@@ -389,29 +444,6 @@ template <typename T, bool kChanges> class Row {
     return within + (warp_ > 0 ? __shfl_sync(kAll, until, warp_ - 1) : 0);
   }
 
-  // The blocks' sums of f(logit, id) over the row, in Mail::sum; the warps' own stay in s_->mass. Takes `least` along.
-  template <typename F> __device__ __forceinline__ const Mail* sum_row(float least, F&& f) {
-    uint64_t sum = 0;
-    const auto add = [&](int first, const float (&x)[kW]) {
-#pragma unroll
-      for (int e = 0; e < kW; ++e) sum += f(x[e], first + e);
-    };
-    const int cached = min(num_steps(warp_), p_.cached_steps);
-    const uint4* from = place(warp_, 0);
-    int id = first_id(first_step(warp_), lane_);
-#pragma unroll 1
-    for (int step = 0; step < cached; ++step, from += 32, id += 32 * kW) {  // most logits pass here
-      float x[kW];
-      widen<T>(*from, x);
-      apply_changes(id, x);
-      add(id, x);
-    }
-    visit<false>(add, cached);
-    Mail mail{};
-    mail.sum = block_sum(sum);
-    mail.least = least;
-    return exchange(mail);
-  }
   __device__ __forceinline__ uint64_t total_of(const Mail* all) const {
     uint64_t total = 0;
     for (int r = 0; r < p_.num_blocks; ++r) total += all[r].sum;
@@ -428,7 +460,7 @@ template <typename T, bool kChanges> class Row {
   const T* logits_;
   float* changed_;  // [V], where the bit is set
   const int32_t* allowed_;
-  float temperature_ = 0, scale_ = 0, top_ = 0, raw_top_ = 0;
+  float temperature_ = 0, scale_ = 0, top_p_ = 1, top_ = 0, raw_top_ = 0;
   float best_ = 0, raw_best_ = 0;  // of this thread
   float least_ = -INFINITY;        // logits below it cost more than the bound
   double norm_ = 0;

@@ -24,16 +24,21 @@ int device_attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
-// Thread blocks of a row: as few as keep its part in shared memory, and more as long as all fit the GPU at a time and have a
-// vector a thread.
-int blocks_of(int64_t rows, int64_t steps, int64_t available, int device) {
+// Thread blocks of a row. Blocks run in rounds, as many as fit the GPU at a time; a round costs what its blocks' parts do and
+// kRoundBytes more, however small they are. All blocks have a vector a thread.
+int blocks_of(int64_t rows, int64_t row_bytes, int device) {
+  constexpr int64_t kRoundBytes = 96 * 1024;
   const int64_t places = kBlocksAnSm * device_attribute(cudaDevAttrMultiProcessorCount, device);
-  int blocks = 1;
-  while (blocks < kMostBlocks && steps >= 2 * blocks * kWarps &&
-         (ceil_div(steps, blocks) * 512 > available || rows * blocks * 2 <= places)) {
-    blocks *= 2;
+  int best = 1;
+  int64_t least = INT64_MAX;
+  for (int blocks = 1; blocks <= kMostBlocks && (blocks == 1 || row_bytes >= int64_t{16} * kThreads * blocks); blocks *= 2) {
+    const int64_t cost = ceil_div(rows, std::max<int64_t>(places / blocks, 1)) * (kRoundBytes + row_bytes / blocks);
+    if (cost < least) {
+      least = cost;
+      best = blocks;
+    }
   }
-  return blocks;
+  return best;
 }
 
 }  // namespace
@@ -46,7 +51,8 @@ void launch_sampling(SamplingParams p, int64_t clusters, bool edits, bool change
     // A multiprocessor's shared memory is that of its blocks, of each of which the system takes 1 KiB.
     const int64_t memory = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) / kBlocksAnSm - 1024;
     const int64_t fixed = (sizeof(Shared) + 15) / 16 * 16;
-    p.num_blocks = runs_sm90_code(kOp, reinterpret_cast<const void*>(kernel)) ? blocks_of(clusters, p.num_steps, memory - fixed, device) : 1;
+    const int64_t row_bytes = vocab_size * static_cast<int64_t>(sizeof(T));
+    p.num_blocks = runs_sm90_code(kOp, reinterpret_cast<const void*>(kernel)) ? blocks_of(clusters, row_bytes, device) : 1;
     p.block_steps = static_cast<int>(ceil_div(p.num_steps, p.num_blocks));
     p.warp_steps = static_cast<int>(ceil_div(p.block_steps, kWarps));
     const int64_t bitmap = edits ? int64_t{4} * p.block_steps * kWidth<T> : 0, available = memory - fixed - bitmap;

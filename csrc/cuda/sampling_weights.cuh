@@ -106,6 +106,21 @@ template <> class Largest<float> {
   float value_[2] = {-INFINITY, -INFINITY};
 };
 
+// The largest of a vector.
+template <typename T> __device__ __forceinline__ float vector_max(const uint4& raw) {
+  if constexpr (std::is_same_v<T, float>) {
+    float x[4];
+    widen<float>(raw, x);
+    return fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+  } else {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    Pair pairs[4];
+    memcpy(pairs, &raw, sizeof(raw));
+    const Pair pair = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+    return fmaxf(to_float(pair.x), to_float(pair.y));
+  }
+}
+
 // An integer that rises with x, above all others for NaN, and back.
 __device__ __forceinline__ int order_of(float x) {
   const int bits = static_cast<int>(__float_as_uint(x));
