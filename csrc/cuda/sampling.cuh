@@ -157,7 +157,7 @@ template <typename T, bool kChanges> class Row {
   __device__ __forceinline__ uint32_t bound_of(uint64_t weight) const;
   __device__ __forceinline__ float least_logit() const;
   __device__ __forceinline__ float nth_best(int n, float best, float top, float scale);
-  __device__ __forceinline__ const Mail* sum_masses(uint32_t widest, bool lists);
+  __device__ __forceinline__ const Mail* sum_masses(bool lists);
   __device__ __forceinline__ const Mail* sum_bounded(const Cut& cut);
   __device__ __forceinline__ void clear_bins();
   __device__ __forceinline__ void clear_list();

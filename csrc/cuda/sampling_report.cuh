@@ -19,7 +19,7 @@ template <typename T, bool kChanges> __device__ __forceinline__ void Row<T, kCha
     return;
   }
   const float value = raw_logit(static_cast<int>(token));
-  const Weigher weigh(raw_top_, kCostScale, kCostEnd - 1);
+  const Weigher weigh(raw_top_, kCostScale);
   uint64_t sum = 0;
   uint32_t ahead = 0;
   visit<true>([&](int first, const float (&x)[kW], float most) {
@@ -41,7 +41,7 @@ template <typename T, bool kChanges> __device__ __forceinline__ void Row<T, kCha
     rank += all[r].more;
     least = fminf(least, all[r].least);
   }
-  norm_ = log(static_cast<double>(total_of(all))) - kWeightBits * 0.6931471805599453;
+  norm_ = log(static_cast<double>(total_of(all)) / kMostWeight);
   if (rank_ == 0 && threadIdx.x == 0) {
     p_.logprobs[row_] = static_cast<float>(static_cast<double>(value) - raw_top_ - norm_);
     p_.ranks[row_] = static_cast<int64_t>(rank);

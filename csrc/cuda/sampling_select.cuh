@@ -22,11 +22,12 @@ template <typename T, bool kChanges> __device__ __forceinline__ int64_t Row<T, k
     total = listed_mass_;
   }
   if (!by_count && listed_ < 0) {
-    bound_ = by_mass ? min(widest, cost(least)) : widest;
-    const Mail* all = sum_masses(widest, by_mass);
+    const bool plain = least_kept == 1 && scale_ < INFINITY;
+    bound_ = plain && by_mass ? min(widest, cost(least)) : widest;
+    const Mail* all = plain ? sum_masses(by_mass) : sum_bounded(Cut{kCostEnd, 0, 0});
     total = total_of(all);
     if (!by_mass) return walk(all, draw_target(bits, total), Cut{kCostEnd, 0, total});
-    listed_ = gather_list(all);
+    if (plain) listed_ = gather_list(all);
   }
   const uint64_t kept = share_of(top_p_, total);
   if (!by_count && listed_mass_ < kept) listed_ = -1;
@@ -80,27 +81,18 @@ __device__ __forceinline__ float Row<T, kChanges>::nth_best(int n, float best, f
   return float_of(block_min(order_of(static_cast<int>(bin) <= last ? best : INFINITY)));
 }
 
-// The blocks' masses of the tokens of costs up to `widest`; with `lists` those within the bound are listed on the way.
-template <typename T, bool kChanges>
-__device__ __forceinline__ const Mail* Row<T, kChanges>::sum_masses(uint32_t widest, bool lists) {
+// The blocks' masses, at a temperature that does not vanish; with `lists`, tokens within the bound are listed on the way.
+template <typename T, bool kChanges> __device__ __forceinline__ const Mail* Row<T, kChanges>::sum_masses(bool lists) {
   least_ = least_logit();
   const float listed = lists ? least_ : INFINITY;
   clear_list();
+  const Weigher weigh(top_, scale_);
   uint64_t sum = 0;
-  if (scale_ < INFINITY) {
-    const Weigher weigh(top_, scale_, widest);
-    visit<false>([&](int first, const float (&x)[kW], float most) {
+  visit<false>([&](int first, const float (&x)[kW], float most) {
 #pragma unroll
-      for (int e = 0; e < kW; ++e) sum += weigh(x[e]);
-      if (most >= listed) pick_bounded(first, x, [&](uint32_t c, int id) { append(c, id); });
-    });
-  } else {  // a vanishing temperature: costs are 0 or none
-    visit<false>([&](int first, const float (&x)[kW], float most) {
-#pragma unroll
-      for (int e = 0; e < kW; ++e) sum += cost(x[e]) <= widest ? weight_of(0) : 0;
-      if (most >= listed) pick_bounded(first, x, [&](uint32_t c, int id) { append(c, id); });
-    });
-  }
+    for (int e = 0; e < kW; ++e) sum += weigh(x[e]);
+    if (most >= listed) pick_bounded(first, x, [&](uint32_t c, int id) { append(c, id); });
+  });
   Mail mail{};
   if (lists) mail = list_mail();
   mail.sum = block_sum(sum);
