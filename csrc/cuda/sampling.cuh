@@ -4,26 +4,30 @@
 // Definition csrc/common/sampling_math.h: integer costs and weights, so that sums do not depend on their order and a draw is the
 //            same token here, on the CPU and in any batch.
 // Layout     logits [S, V], rows strided. A row belongs to a cluster of 1, 2, 4 or 8 thread blocks of 512 threads, two to a
-//            multiprocessor. Its vocabulary is cut into steps of 32 vectors of 16 bytes; a block has a run of neighbouring steps,
-//            a warp a run of its block's. Blocks tell each other sums and maxima through mail in shared memory.
+//            multiprocessor: few where rows fill the GPU, for every round of blocks has latencies of its own. Its vocabulary is cut
+//            into steps of 32 vectors of 16 bytes; a block has a run of neighbouring steps, a warp a run of its block's. Blocks
+//            tell each other sums and maxima through mail in shared memory.
 // Algorithm  1. Penalties and biases: changed logits go to the cluster's slice of the workspace, their bits to a bitmap in shared
 //               memory; the mask's bits are read beside the logits. Logits stay as they are, and so log-probabilities are of them.
-//            2. Read the row once into shared memory (what does not fit is read again from the L2 cache) and find its largest
-//               logit, two at a time where they have 16 bits. First mail. Greedy rows end here.
-//            3. Without truncation, or with min-p alone: the mass of all tokens (second mail); the block that holds the drawn
-//               point finds the warp by the warps' masses, then gives that warp's steps to its warps, one each.
+//            2. Read the row once, as much of it as fits into shared memory (the rest is read again from the L2 cache, on its way
+//               two steps ahead), and find its largest logit, two at a time where they have 16 bits. First mail. Greedy rows end
+//               here.
+//            3. Without truncation: the mass of all tokens (second mail); the block that holds the drawn point finds the warp by
+//               the warps' masses, then gives that warp's steps to its warps, one each.
 //            4. Otherwise a bound: no token of a cost above it can be kept. By min-p; by top-k: the worst of the blocks' k/n-th
-//               best of their threads' best tokens; by top-p: a guess of some 1,000 tokens by the same means, right if they have
-//               the mass; failing that, tokens that, all together, weigh less than 1 - p of the mass.
-//            5. Up to 2,048 tokens within the bound, which is usual, are listed, and the cluster's first block goes on alone.
+//               best of their threads' best tokens; by top-p: a guess of some 2,500 tokens by the same means, listed while the mass
+//               is summed, right if they have it; failing that, tokens that, all together, weigh less than 1 - p of the mass.
+//            5. Up to 4,096 tokens within the bound, which is usual, are listed, and the cluster's first block goes on alone.
 //            6. top-k, then top-p: a radix select over the 30 bits of the cost, 10 at a time, by histograms of counts and masses
-//               in shared memory; ties at the cut are kept by id. The draw: by a histogram of the masses over ids.
-// Roofline   memory: S V elements read once (256 x 131,072 in 16 bits: 67 MB, 14 us of 4.69 TB/s). The loop over weights has 175
-//            instructions for 8 logits in 16 bits, with its load: 22 us of issue slots at 256 x 131,072.
+//               in shared memory; ties at the cut are kept by id. Without a list the first histogram is of the row, and its bin at
+//               the cut becomes the list. The draw: by a histogram of the masses over ids, or as in step 3.
+// Roofline   memory: S V elements read once (256 x 131,072 in 16 bits: 67 MB, 14 us of 4.69 TB/s). The loop over weights has 20
+//            instructions a logit: 21 us of issue slots at 256 x 131,072.
 // Versions   1 a block of 1,024 threads a row: 157 us at 256 x 128,256 in float32, 56 us for one row, whose block walked the drawn
 //              warp's steps one after the other and converted between integers and floats three times a logit.
-//            2 this one: clusters, weights without conversions, two blocks a multiprocessor, so that one loads as the other weighs.
-// Reached    one H200, bf16, 131,072 logits: 256 rows 65 us greedy, 100 us drawn, 119 with top-k; one row 10, 14, 27 us.
+//            2 clusters as large as keep a row in shared memory, weights without conversions, two blocks a multiprocessor: 65 us
+//              greedy and 100 us drawn at 256 x 131,072, in four rounds of blocks; 10 and 14 us for one row.
+//            3 this one: one round of blocks where rows fill the GPU, and vectors that are always on their way.
 #pragma once
 
 #include "cluster.cuh"
@@ -263,10 +267,11 @@ template <typename T, bool kChanges> class Row {
     }
   }
 
-  // Calls f(first id, logits, their largest) for this thread's vectors in ascending order. Those that are not in shared memory are
-  // on their way two steps ahead.
-  template <bool kRaw, typename F> __device__ __forceinline__ void visit(F&& f) const {
-    const int begin = first_step(warp_), steps = num_steps(warp_), cached = min(steps, p_.cached_steps);
+  // Calls f(first id, logits, their largest) for this thread's vectors, or the ones of steps from `step` to `steps`, in ascending
+  // order. Those that are not in shared memory are on their way two steps ahead.
+  template <bool kRaw, typename F> __device__ __forceinline__ void visit(F&& f) const { visit<kRaw>(f, 0, num_steps(warp_)); }
+  template <bool kRaw, typename F> __device__ __forceinline__ void visit(F&& f, int step, int steps) const {
+    const int begin = first_step(warp_), cached = min(steps, p_.cached_steps);
     const auto call = [&](int step, const uint4& raw) {
       const int id = first_id(begin + step, lane_);
       float x[kW];
@@ -275,10 +280,9 @@ template <typename T, bool kChanges> class Row {
       f(id, x, kChanges && !kRaw ? largest_of(x) : vector_max<T>(raw));
     };
     const uint4* from = place(warp_, 0);
-    int step = 0;
 #pragma unroll 1
     for (; step < cached; ++step) call(step, from[step * 32]);
-    if (step == steps) return;
+    if (step >= steps) return;
     uint4 even = fetch(begin + step), odd = even;
     if (step + 1 < steps) odd = fetch(begin + step + 1);
 #pragma unroll 1
@@ -320,7 +324,7 @@ template <typename T, bool kChanges> class Row {
     const int begin = first_step(warp_), steps = num_steps(warp_);
     const bool changes = kChanges && (edits_ || allowed_ != nullptr);
     Largest<T> largest;
-    float changed_best = -INFINITY;
+    float changed_best = -INFINITY, reached = -INFINITY;
     uint4 ahead[kAhead];
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
@@ -343,6 +347,11 @@ template <typename T, bool kChanges> class Row {
           changed_best = fmaxf(changed_best, largest_of(x));
         }
       }
+      const float now = changes ? changed_best : largest.value();
+      if (now > reached) {
+        reached = now;
+        best_step_ = at;
+      }
     }
     raw_best_ = largest.value();
     best_ = changes ? changed_best : raw_best_;
@@ -358,13 +367,13 @@ template <typename T, bool kChanges> class Row {
   __device__ __forceinline__ int first_of(float top) {
     int id = INT32_MAX;
     if (best_ == top) {
-      visit<false>([&](int first, const float (&x)[kW], float most) {
-        if (most < top) return;
+      const auto look = [&](int first, const float (&x)[kW], float) {
 #pragma unroll
         for (int e = 0; e < kW; ++e) {
           if (x[e] == top) id = min(id, first + e);
         }
-      });
+      };
+      visit<false>(look, best_step_, min(best_step_ + kAhead, num_steps(warp_)));
     }
     return block_min(id);
   }
@@ -462,6 +471,7 @@ template <typename T, bool kChanges> class Row {
   const int32_t* allowed_;
   float temperature_ = 0, scale_ = 0, top_p_ = 1, top_ = 0, raw_top_ = 0;
   float best_ = 0, raw_best_ = 0;  // of this thread
+  int best_step_ = 0;              // or one of the kAhead - 1 steps after it
   float least_ = -INFINITY;        // logits below it cost more than the bound
   double norm_ = 0;
   uint32_t bound_ = kCostEnd - 1;
