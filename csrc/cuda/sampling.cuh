@@ -49,7 +49,7 @@ constexpr int kAhead = 4;  // vectors of the first pass in flight in a thread
 constexpr uint32_t kAll = 0xffffffffu;
 constexpr int64_t kElsewhere = INT32_MIN;  // the token, in blocks that were not needed to find it
 
-struct Listed {
+struct alignas(8) Listed {
   uint32_t key;  // a cost, or a logit's bits
   int id;
 };
@@ -386,7 +386,7 @@ template <typename T, bool kChanges> class Row {
     Mail* all = s_->mail[turn_];
     turn_ ^= 1;
     if (static_cast<int>(threadIdx.x) < p_.num_blocks) {
-      *cluster_peer(all + rank_, threadIdx.x) = mine;
+      store_cluster(cluster_address(shared_address(all + rank_), threadIdx.x), mine);
       if (p_.num_blocks > 1) cluster_fence();
     }
     barrier();

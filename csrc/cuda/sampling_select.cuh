@@ -160,7 +160,7 @@ template <typename T, bool kChanges> __device__ __forceinline__ int Row<T, kChan
     for (int i = all[0].id + threadIdx.x; i < total; i += kThreads) {
       int r = 0, at = i;
       while (at >= all[r].id) at -= all[r++].id;
-      s_->list[i] = cluster_peer(s_->list, r)[at];
+      s_->list[i] = load_cluster<Listed>(cluster_address(shared_address(s_->list + at), r));
     }
   }
   barrier();
@@ -190,8 +190,8 @@ __device__ __forceinline__ void Row<T, kChanges>::fill_bins(uint32_t path, int s
     barrier();
     uint32_t* mine = reinterpret_cast<uint32_t*>(&s_->bins);
     for (int r = 1; r < p_.num_blocks && rank_ == 0; ++r) {
-      const uint32_t* theirs = cluster_peer(mine, r);
-      for (int i = threadIdx.x; i < 3 * kBins; i += kThreads) mine[i] += theirs[i];
+      const uint32_t theirs = cluster_address(shared_address(mine), r);
+      for (int i = threadIdx.x; i < 3 * kBins; i += kThreads) mine[i] += load_cluster<uint32_t>(theirs + 4 * i);
     }
   }
   __syncthreads();
