@@ -9,9 +9,9 @@
 //            tell each other sums and maxima through mail in shared memory.
 // Algorithm  1. Penalties and biases: changed logits go to the cluster's slice of the workspace, their bits to a bitmap in shared
 //               memory; the mask's bits are read beside the logits. Logits stay as they are, and so log-probabilities are of them.
-//            2. Read the row once, as much of it as fits into shared memory (the rest is read again from the L2 cache, on its way
-//               two steps ahead), and find its largest logit, two at a time where they have 16 bits. First mail. Greedy rows end
-//               here.
+//            2. Copy the row to shared memory, four steps on their way at a time, and find its largest logit, two at a time where
+//               they have 16 bits. As much as fits stays there; the rest passes through a ring of four steps, and is copied again
+//               from the L2 cache when it is needed again. First mail. Greedy rows end here.
 //            3. Without truncation: the mass of all tokens (second mail); the block that holds the drawn point finds the warp by
 //               the warps' masses, then gives that warp's steps to its warps, one each.
 //            4. Otherwise a bound: no token of a cost above it can be kept. By min-p; by top-k: the worst of the blocks' k/n-th
@@ -21,16 +21,22 @@
 //            6. top-k, then top-p: a radix select over the 30 bits of the cost, 10 at a time, by histograms of counts and masses
 //               in shared memory; ties at the cut are kept by id. Without a list the first histogram is of the row, and its bin at
 //               the cut becomes the list. The draw: by a histogram of the masses over ids, or as in step 3.
-// Roofline   memory: S V elements read once (256 x 131,072 in 16 bits: 67 MB, 14 us of 4.69 TB/s). The loop over weights has 20
-//            instructions a logit: 21 us of issue slots at 256 x 131,072.
+// Roofline   memory: S V elements read once (256 x 131,072 in 16 bits: 67 MB, 14 us of 4.69 TB/s), given some 32 KiB under way in
+//            a multiprocessor; 64 KiB are. A draw adds 20 instructions a logit (21 us of issue slots at 256 x 131,072) and what of
+//            the row is not in shared memory: three quarters there, from an L2 cache that is smaller than the rows.
 // Versions   1 a block of 1,024 threads a row: 157 us at 256 x 128,256 in float32, 56 us for one row, whose block walked the drawn
 //              warp's steps one after the other and converted between integers and floats three times a logit.
 //            2 clusters as large as keep a row in shared memory, weights without conversions, two blocks a multiprocessor: 65 us
 //              greedy and 100 us drawn at 256 x 131,072, in four rounds of blocks; 10 and 14 us for one row.
-//            3 this one: one round of blocks where rows fill the GPU, and vectors that are always on their way.
+//            3 one round of blocks where rows fill the GPU, and vectors loaded ahead into registers: 75 us greedy, 106 us drawn and
+//              338 us by top-p at 256 x 131,072. The compiler kept those vectors in local memory, so that each load was waited for
+//              where it was made: some 7 KB a microsecond and multiprocessor.
+//            4 this one: asynchronous copies, which no register waits for. Tokens of a row without a list are measured eight at a
+//              time. Not measured yet.
 #pragma once
 
 #include "cluster.cuh"
+#include "mma.cuh"
 #include "sampling_params.cuh"
 #include "sampling_weights.cuh"
 
@@ -45,7 +51,7 @@ constexpr int kMostBlocks = 8;      // of a row
 constexpr int kBins = 2 * kThreads;  // of a histogram: 10 bits of the cost
 constexpr int kListed = 4096;
 constexpr int kGuessed = 2560;  // tokens that top-p is tried on first
-constexpr int kAhead = 4;  // vectors of the first pass in flight in a thread
+constexpr int kAhead = 4;  // vectors on their way to a thread; a power of two
 constexpr uint32_t kAll = 0xffffffffu;
 constexpr int64_t kElsewhere = INT32_MIN;  // the token, in blocks that were not needed to find it
 
@@ -104,7 +110,7 @@ template <typename T, bool kChanges> class Row {
       : p_(p), row_(row), rank_(blockIdx.x % p.num_blocks), lane_(threadIdx.x % 32), warp_(threadIdx.x / 32) {
     s_ = reinterpret_cast<Shared*>(shared);
     cache_ = reinterpret_cast<uint4*>(shared + (sizeof(Shared) + 15) / 16 * 16);
-    edited_ = reinterpret_cast<uint32_t*>(cache_ + static_cast<int64_t>(kWarps) * p.cached_steps * 32);
+    edited_ = reinterpret_cast<uint32_t*>(cache_ + static_cast<int64_t>(kWarps) * (p.cached_steps + p.ring_steps) * 32);
     logits_ = static_cast<const T*>(p.logits) + row * p.row_stride;
     changed_ = p.workspace + static_cast<int64_t>(blockIdx.x / p.num_blocks) * p.vocab_size;
     block_step_ = min(rank_ * p.block_steps, p.num_steps);
@@ -233,22 +239,25 @@ template <typename T, bool kChanges> class Row {
   __device__ __forceinline__ int num_steps(int warp) const {
     return min(p_.warp_steps, block_end_ - first_step(warp));
   }
-  // This lane's vector of a step; -inf past the vocabulary's end. `once`: it is not read again.
-  __device__ __forceinline__ uint4 fetch(int step, bool once = false) const {
-    const int id = first_id(step, lane_);
-    const T* from = logits_ + id;
-    if (p_.aligned && id + kW <= p_.vocab_size) {
-      return once ? __ldcs(reinterpret_cast<const uint4*>(from)) : *reinterpret_cast<const uint4*>(from);
-    }
+  __device__ __forceinline__ bool is_whole(int id) const { return p_.aligned && id + kW <= p_.vocab_size; }
+  // This lane's vector of a step, element by element; -inf past the vocabulary's end.
+  __device__ __forceinline__ uint4 gather(int id) const {
     T elements[kW];
 #pragma unroll
-    for (int e = 0; e < kW; ++e) elements[e] = id + e < p_.vocab_size ? from[e] : from_float<T>(-INFINITY);
+    for (int e = 0; e < kW; ++e) elements[e] = id + e < p_.vocab_size ? logits_[id + e] : from_float<T>(-INFINITY);
     uint4 raw;
     memcpy(&raw, elements, sizeof(raw));
     return raw;
   }
+  __device__ __forceinline__ uint4 fetch(int step) const {
+    const int id = first_id(step, lane_);
+    return is_whole(id) ? *reinterpret_cast<const uint4*>(logits_ + id) : gather(id);
+  }
+  // Where this lane's vector of a warp's step is in shared memory: for good, or in the warp's ring.
   __device__ __forceinline__ uint4* place(int warp, int step) const {
-    return cache_ + (warp * p_.cached_steps + step) * 32 + lane_;
+    const int beyond = step - p_.cached_steps;
+    const int slot = beyond < 0 ? step : p_.cached_steps + (beyond & (p_.ring_steps - 1));
+    return cache_ + (warp * (p_.cached_steps + p_.ring_steps) + slot) * 32 + lane_;
   }
   // A vector never crosses a word of 32 bits.
   __device__ __forceinline__ void apply_changes(int id, float (&x)[kW]) const {
@@ -267,41 +276,65 @@ template <typename T, bool kChanges> class Row {
     }
   }
 
+  // Calls f(step, vector) for this thread's vectors of steps from `step` to `steps` of its warp, in ascending order. Those from
+  // `missing` on are brought to shared memory by asynchronous copies, which take no register while they are on their way. A thread
+  // reads what it copied itself.
+  template <typename F> __device__ __forceinline__ void stream(int step, int steps, int missing, F&& f) const {
+    const int begin = first_id(first_step(warp_), lane_), ahead = (p_.ring_steps > 0 ? p_.ring_steps : kAhead) - 1;
+    const T* from = logits_ + begin;
+    missing = max(missing, step);
+#pragma unroll 1
+    for (int at = step - ahead; at < steps; ++at) {
+      const int next = at + ahead;
+      if (next >= missing && next < steps) {
+        const int id = begin + next * (32 * kW);
+        uint4* to = place(warp_, next);
+        if (is_whole(id)) {
+          copy_async_16(shared_address(to), from + next * (32 * kW), true);
+        } else {
+          *to = gather(id);
+        }
+      }
+      commit_copies();  // a group a step, empty ones too
+      if (at < step) continue;
+      if (ahead > 0) {
+        wait_copies<kAhead - 1>();
+      } else {
+        wait_copies<0>();
+      }
+      const uint4 raw = *place(warp_, at);
+      f(at, raw);
+    }
+  }
+
   // Calls f(first id, logits, their largest) for this thread's vectors, or the ones of steps from `step` to `steps`, in ascending
-  // order. Those that are not in shared memory are on their way two steps ahead.
+  // order.
   template <bool kRaw, typename F> __device__ __forceinline__ void visit(F&& f) const { visit<kRaw>(f, 0, num_steps(warp_)); }
   template <bool kRaw, typename F> __device__ __forceinline__ void visit(F&& f, int step, int steps) const {
-    const int begin = first_step(warp_), cached = min(steps, p_.cached_steps);
-    const auto call = [&](int step, const uint4& raw) {
-      const int id = first_id(begin + step, lane_);
+    const int begin = first_step(warp_);
+    stream(step, steps, p_.cached_steps, [&](int at, const uint4& raw) {
+      const int id = first_id(begin + at, lane_);
       float x[kW];
       widen<T>(raw, x);
       if (!kRaw) apply_changes(id, x);
       f(id, x, kChanges && !kRaw ? largest_of(x) : vector_max<T>(raw));
-    };
-    const uint4* from = place(warp_, 0);
-#pragma unroll 1
-    for (; step < cached; ++step) call(step, from[step * 32]);
-    if (step >= steps) return;
-    uint4 even = fetch(begin + step), odd = even;
-    if (step + 1 < steps) odd = fetch(begin + step + 1);
-#pragma unroll 1
-    for (; step < steps; step += 2) {
-      const uint4 first = even;
-      if (step + 2 < steps) even = fetch(begin + step + 2);
-      call(step, first);
-      if (step + 1 == steps) break;
-      const uint4 second = odd;
-      if (step + 3 < steps) odd = fetch(begin + step + 3);
-      call(step + 1, second);
-    }
+    });
   }
 
-  // Calls f(cost, id) for this thread's tokens within the bound; they reach least_. One after the other: they are few.
-  template <typename F> __device__ __forceinline__ void visit_bounded(F&& f) const {
+  // Calls f(cost, id) for this thread's tokens within the bound; they reach least_. One after the other where they are few.
+  template <typename F> __device__ __forceinline__ void visit_bounded(bool few, F&& f) const {
     if (best_ < least_) return;
     visit<false>([&](int first, const float (&x)[kW], float most) {
-      if (most >= least_) pick_bounded(first, x, f);
+      if (most < least_) return;
+      if (few) {
+        pick_bounded(first, x, f);
+        return;
+      }
+#pragma unroll
+      for (int e = 0; e < kW; ++e) {
+        const uint32_t c = cost(x[e]);
+        if (x[e] >= least_ && c <= bound_) f(c, first + e);
+      }
     });
   }
   template <typename F> __device__ __forceinline__ void pick_bounded(int first, const float (&x)[kW], F&& f) const {
@@ -325,34 +358,21 @@ template <typename T, bool kChanges> class Row {
     const bool changes = kChanges && (edits_ || allowed_ != nullptr);
     Largest<T> largest;
     float changed_best = -INFINITY, reached = -INFINITY;
-    uint4 ahead[kAhead];
-#pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
-      if (a < steps) ahead[a] = fetch(begin + a, a < p_.cached_steps);
-    }
-#pragma unroll 1
-    for (int at = 0; at < steps; at += kAhead) {
-#pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        const int step = at + a;
-        if (step >= steps) break;
-        const uint4 raw = ahead[a];
-        if (step + kAhead < steps) ahead[a] = fetch(begin + step + kAhead, step + kAhead < p_.cached_steps);
-        if (step < p_.cached_steps) *place(warp_, step) = raw;
-        largest.add(raw);
-        if (changes) {
-          float x[kW];
-          widen<T>(raw, x);
-          apply_changes(first_id(begin + step, lane_), x);
-          changed_best = fmaxf(changed_best, largest_of(x));
-        }
+    stream(0, steps, 0, [&](int step, const uint4& raw) {
+      largest.add(raw);
+      if (changes) {
+        float x[kW];
+        widen<T>(raw, x);
+        apply_changes(first_id(begin + step, lane_), x);
+        changed_best = fmaxf(changed_best, largest_of(x));
       }
+      if (step % kAhead < kAhead - 1 && step + 1 < steps) return;
       const float now = changes ? changed_best : largest.value();
       if (now > reached) {
         reached = now;
-        best_step_ = at;
+        best_step_ = step - step % kAhead;
       }
-    }
+    });
     raw_best_ = largest.value();
     best_ = changes ? changed_best : raw_best_;
   }

@@ -103,7 +103,7 @@ template <typename T, bool kChanges> __device__ __forceinline__ const Mail* Row<
 template <typename T, bool kChanges>
 __device__ __forceinline__ const Mail* Row<T, kChanges>::sum_bounded(const Cut& cut) {
   uint64_t sum = 0;
-  visit_bounded([&](uint32_t c, int id) { sum += cut(c, id); });
+  visit_bounded(false, [&](uint32_t c, int id) { sum += cut(c, id); });
   Mail mail{};
   mail.sum = block_sum(sum);
   return exchange(mail);
@@ -129,7 +129,7 @@ template <typename T, bool kChanges> __device__ __forceinline__ void Row<T, kCha
 template <typename T, bool kChanges> __device__ __forceinline__ void Row<T, kChanges>::list_tokens() {
   least_ = least_logit();
   clear_list();
-  visit_bounded([&](uint32_t c, int id) { append(c, id); });
+  visit_bounded(true, [&](uint32_t c, int id) { append(c, id); });
   listed_ = gather_list(exchange(list_mail()));
 }
 
@@ -183,7 +183,7 @@ __device__ __forceinline__ void Row<T, kChanges>::fill_bins(uint32_t path, int s
   if (listed >= 0) {
     for (int i = threadIdx.x; rank_ == 0 && i < listed; i += kThreads) add(s_->list[i].key);
   } else {
-    visit_bounded([&](uint32_t c, int) { add(c); });
+    visit_bounded(false, [&](uint32_t c, int) { add(c); });
   }
   if (listed < 0 && p_.num_blocks > 1) {
     cluster_fence();
@@ -200,7 +200,7 @@ __device__ __forceinline__ void Row<T, kChanges>::fill_bins(uint32_t path, int s
 // Lists the tokens of costs whose higher bits are `path`, at most kListed, in the first block; their number.
 template <typename T, bool kChanges> __device__ __forceinline__ int Row<T, kChanges>::list_bin(uint32_t path, int shift) {
   clear_list();
-  visit_bounded([&](uint32_t c, int id) {
+  visit_bounded(true, [&](uint32_t c, int id) {
     if (c >> shift == path) append(c, id);
   });
   return gather_list(exchange(list_mail()));
