@@ -80,7 +80,7 @@ def test_copies_within_a_cache(device: str, where: str) -> None:
 @pytest.mark.parametrize("shape", [(2, 16, 64), (8, 32, 40), (3, 50, 60), (5, 7, 468), (1, 1, 70000)])
 @pytest.mark.parametrize("invalid", [False, True])
 def test_large_blocks_are_copied_in_chunks(device: str, shape: tuple[int, int, int], invalid: bool) -> None:
-    """8 KiB to 280 KB a block, some no multiple of a chunk; on a GPU pairs without a place in the cache are passed over."""
+    """8 KiB to 280 KB a block, some no multiple of a chunk; a GPU passes over pairs without a place in the cache."""
     cache = torch.randn(3, 2, 40, *shape).to(device)
     blocks = torch.randperm(40)
     pairs = torch.stack((blocks[:19], blocks[20:39]), dim=1)
