@@ -2,8 +2,8 @@
 // explicit fmaf, sums are of integers, and so no order of summation and no compiler changes which token is drawn.
 //
 // cost     of a token, in units of 2^-24 octaves: floor((x_max - x) / temperature * log2(e) * 2^24), below kCostEnd = 40 octaves
-// weight   2^(40 - cost): an integer from 1 to 2^40; tokens of 40 octaves and more weigh nothing (2^18 of them, together, less
-//          than a four-millionth of the largest token)
+// weight   2^(40 - cost), an integer from 1 to just below 2^40; tokens of 40 octaves and more weigh nothing (2^18 of them, together,
+//          less than a four-millionth of the largest token)
 // order    of truncation (top-k, top-p): by cost, then by id
 // draw     the first token, in the order of ids, at which the running sum of weights exceeds floor(u * total), u of 53 bits from
 //          Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) keyed by (seed, position)
@@ -24,7 +24,7 @@ constexpr uint32_t kCostBits = 24;                      // of an octave
 constexpr uint32_t kCostEnd = 40u << kCostBits;         // no weight from here on
 constexpr uint32_t kNoCost = 0xffffffffu;
 constexpr float kCostScale = 1.4426950408889634f * 16777216.0f;  // log2(e) in cost units
-constexpr int kWeightBits = 40;
+constexpr uint64_t kMostWeight = 0xffffff0000;  // of no cost
 
 // Status of a row in place of a token.
 constexpr int64_t kNothingLeft = -1, kNotANumber = -2, kInfinite = -3;
@@ -36,17 +36,16 @@ RESEARCH_ENGINE_BOTH uint32_t cost_of(float distance, float scale) {
   return cost < static_cast<float>(kCostEnd) ? static_cast<uint32_t>(cost) : kNoCost;
 }
 
-// 2^-f for f in [0, 1), to 1.6e-7; more than a half, up to 1.
+// 2^-f for f in [0, 1), to 2.1e-7; from a half to just below 1.
 RESEARCH_ENGINE_BOTH float mantissa_polynomial(float f) {
-  float p = fmaf(0.00010902315989369527f, f, -0.0012747481232509017f);
-  p = fmaf(p, f, 0.009579179808497429f);
-  p = fmaf(p, f, -0.05549075827002525f);
-  p = fmaf(p, f, 0.24022436141967773f);
-  p = fmaf(p, f, -0.6931470632553101f);
-  return fmaf(p, f, 1.0f);
+  float p = fmaf(-0.000944903411436826f, f, 0.00920579768717289f);
+  p = fmaf(p, f, -0.055297356098890305f);
+  p = fmaf(p, f, 0.2401801496744156f);
+  p = fmaf(p, f, -0.69314366579055786f);
+  return fmaf(p, f, 0.99999994039535522f);
 }
 
-// 2^(24 - fraction of the cost's octave), from 2^23 + 1 to 2^24. It never rises with the cost, which was tried for all 2^24
+// 2^(24 - fraction of the cost's octave), from 2^23 to 2^24 - 1. It never rises with the cost, which was tried for all 2^24
 // fractions and needs the last bit left out.
 RESEARCH_ENGINE_BOTH uint32_t mantissa_of(uint32_t cost) {
   const float f = static_cast<float>(cost & 0xfffffeu) * 5.9604644775390625e-08f;  // 2^-24, exact
@@ -73,7 +72,7 @@ RESEARCH_ENGINE_BOTH uint64_t share_of(float share, uint64_t total) {
   return multiply_high(static_cast<uint64_t>(share * 4294967296.0f) << 32, total);
 }
 
-// The largest cost that weighs at least `weight` (1 to 2^40): weights fall with the cost.
+// The largest cost that weighs at least `weight`, which is from 1 to kMostWeight: weights fall with the cost.
 RESEARCH_ENGINE_BOTH uint32_t cost_bound(uint64_t weight) {
   uint32_t low = 0, high = kCostEnd;  // low weighs enough, high does not
   while (high - low > 1) {
@@ -90,8 +89,8 @@ RESEARCH_ENGINE_BOTH uint32_t cost_bound(uint64_t weight) {
 // The least weight that min_p leaves: min_p times the largest.
 RESEARCH_ENGINE_BOTH uint64_t least_weight(float min_p) {
   if (!(min_p > 0.0f)) return 1;
-  const uint64_t weight = min_p < 1.0f ? static_cast<uint64_t>(min_p * 1099511627776.0f) : uint64_t{1} << kWeightBits;
-  return weight > 0 ? weight : 1;
+  const uint64_t weight = min_p < 1.0f ? static_cast<uint64_t>(min_p * 1099511627776.0f) : kMostWeight;
+  return weight < 1 ? 1 : weight < kMostWeight ? weight : kMostWeight;
 }
 
 // A seen token's logit: the repetition penalty, then presence and frequency for tokens of the output. Extremes stay finite.

@@ -173,7 +173,7 @@ void report_row(const Sampling& args, int64_t row, const std::vector<float>& x, 
       if (cost < kCostEnd) sum += weight_of(cost);
       ahead += x[id] > x[token] || (x[id] == x[token] && id < token);
     }
-    norm = std::log(static_cast<double>(sum)) - kWeightBits * 0.6931471805599453;
+    norm = std::log(static_cast<double>(sum) / kMostWeight);
     *logprob = log_probability(x[token]);
     *rank = ahead + 1;
   }

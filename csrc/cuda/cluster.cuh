@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "mma.cuh"
 
@@ -51,13 +53,7 @@ __device__ __forceinline__ void store_remote(uint32_t address, int rank, float2 
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(remote), "f"(value.x), "f"(value.y) : "memory");
 }
-// The place in the shared memory of the cluster's block `rank` where this block has `*mine`. That block has to run: from the
-// cluster's first barrier until it leaves its last one.
-template <typename T> __device__ __forceinline__ T* cluster_peer(T* mine, int rank) {
-  uint64_t address;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(mine), "r"(rank));
-  return reinterpret_cast<T*>(address);
-}
+#define RESEARCH_ENGINE_CLUSTER_SPACE "shared::cluster"
 
 #else  // a cluster is one block
 
@@ -77,8 +73,45 @@ __device__ __forceinline__ void cluster_fence() {}
 __device__ __forceinline__ void cluster_arrive_relaxed() {}
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void store_remote(uint32_t, int, float2) {}
-template <typename T> __device__ __forceinline__ T* cluster_peer(T* mine, int) { return mine; }
+#define RESEARCH_ENGINE_CLUSTER_SPACE "shared"
 
 #endif
+
+// A value of any type, by words of 8 bytes where it is aligned to them, else of 4, at a place of cluster_address. The block that has
+// it must run: from the cluster's first barrier until it leaves its last one.
+template <typename T> using ClusterWord = std::conditional_t<alignof(T) % 8 == 0, uint64_t, uint32_t>;
+template <typename T> __device__ __forceinline__ T load_cluster(uint32_t address) {
+  using Word = ClusterWord<T>;
+  constexpr int kWords = sizeof(T) / sizeof(Word);
+  static_assert(kWords * sizeof(Word) == sizeof(T));
+  Word words[kWords];
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    if constexpr (sizeof(Word) == 8) {
+      asm volatile("ld." RESEARCH_ENGINE_CLUSTER_SPACE ".u64 %0, [%1];" : "=l"(words[w]) : "r"(address + 8 * w) : "memory");
+    } else {
+      asm volatile("ld." RESEARCH_ENGINE_CLUSTER_SPACE ".u32 %0, [%1];" : "=r"(words[w]) : "r"(address + 4 * w) : "memory");
+    }
+  }
+  T value;
+  memcpy(&value, words, sizeof(value));
+  return value;
+}
+template <typename T> __device__ __forceinline__ void store_cluster(uint32_t address, const T& value) {
+  using Word = ClusterWord<T>;
+  constexpr int kWords = sizeof(T) / sizeof(Word);
+  static_assert(kWords * sizeof(Word) == sizeof(T));
+  Word words[kWords];
+  memcpy(words, &value, sizeof(value));
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) {
+    if constexpr (sizeof(Word) == 8) {
+      asm volatile("st." RESEARCH_ENGINE_CLUSTER_SPACE ".u64 [%0], %1;" ::"r"(address + 8 * w), "l"(words[w]) : "memory");
+    } else {
+      asm volatile("st." RESEARCH_ENGINE_CLUSTER_SPACE ".u32 [%0], %1;" ::"r"(address + 4 * w), "r"(words[w]) : "memory");
+    }
+  }
+}
+#undef RESEARCH_ENGINE_CLUSTER_SPACE
 
 }  // namespace research_engine::cuda

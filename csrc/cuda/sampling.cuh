@@ -4,29 +4,39 @@
 // Definition csrc/common/sampling_math.h: integer costs and weights, so that sums do not depend on their order and a draw is the
 //            same token here, on the CPU and in any batch.
 // Layout     logits [S, V], rows strided. A row belongs to a cluster of 1, 2, 4 or 8 thread blocks of 512 threads, two to a
-//            multiprocessor. Its vocabulary is cut into steps of 32 vectors of 16 bytes; a block has a run of neighbouring steps,
-//            a warp a run of its block's. Blocks tell each other sums and maxima through mail in shared memory.
+//            multiprocessor: few where rows fill the GPU, for every round of blocks has latencies of its own. Its vocabulary is cut
+//            into steps of 32 vectors of 16 bytes; a block has a run of neighbouring steps, a warp a run of its block's. Blocks
+//            tell each other sums and maxima through mail in shared memory.
 // Algorithm  1. Penalties and biases: changed logits go to the cluster's slice of the workspace, their bits to a bitmap in shared
 //               memory; the mask's bits are read beside the logits. Logits stay as they are, and so log-probabilities are of them.
-//            2. Read the row once into shared memory (what does not fit is read again from the L2 cache) and find its largest
-//               logit, two at a time where they have 16 bits. First mail. Greedy rows end here.
-//            3. Without truncation, or with min-p alone: the mass of all tokens (second mail); the block that holds the drawn
-//               point finds the warp by the warps' masses, then gives that warp's steps to its warps, one each.
+//            2. Copy the row to shared memory, four steps on their way at a time, and find its largest logit, two at a time where
+//               they have 16 bits. As much as fits stays there; the rest passes through a ring of four steps, and is copied again
+//               from the L2 cache when it is needed again. First mail. Greedy rows end here.
+//            3. Without truncation: the mass of all tokens (second mail); the block that holds the drawn point finds the warp by
+//               the warps' masses, then gives that warp's steps to its warps, one each.
 //            4. Otherwise a bound: no token of a cost above it can be kept. By min-p; by top-k: the worst of the blocks' k/n-th
-//               best of their threads' best tokens; by top-p: a guess of some 1,000 tokens by the same means, right if they have
-//               the mass; failing that, tokens that, all together, weigh less than 1 - p of the mass.
-//            5. Up to 2,048 tokens within the bound, which is usual, are listed, and the cluster's first block goes on alone.
+//               best of their threads' best tokens; by top-p: a guess of some 2,500 tokens by the same means, listed while the mass
+//               is summed, right if they have it; failing that, tokens that, all together, weigh less than 1 - p of the mass.
+//            5. Up to 4,096 tokens within the bound, which is usual, are listed, and the cluster's first block goes on alone.
 //            6. top-k, then top-p: a radix select over the 30 bits of the cost, 10 at a time, by histograms of counts and masses
-//               in shared memory; ties at the cut are kept by id. The draw: by a histogram of the masses over ids.
-// Roofline   memory: S V elements read once (256 x 131,072 in 16 bits: 67 MB, 14 us of 4.69 TB/s). The loop over weights has 175
-//            instructions for 8 logits in 16 bits, with its load: 22 us of issue slots at 256 x 131,072.
+//               in shared memory; ties at the cut are kept by id. Without a list the first histogram is of the row, and its bin at
+//               the cut becomes the list. The draw: by a histogram of the masses over ids, or as in step 3.
+// Roofline   memory: S V elements read once (256 x 131,072 in 16 bits: 67 MB, 14 us of 4.69 TB/s), given some 32 KiB under way in
+//            a multiprocessor; 64 KiB are. A draw adds 20 instructions a logit (21 us of issue slots at 256 x 131,072) and what of
+//            the row is not in shared memory: three quarters there, from an L2 cache that is smaller than the rows.
 // Versions   1 a block of 1,024 threads a row: 157 us at 256 x 128,256 in float32, 56 us for one row, whose block walked the drawn
 //              warp's steps one after the other and converted between integers and floats three times a logit.
-//            2 this one: clusters, weights without conversions, two blocks a multiprocessor, so that one loads as the other weighs.
-// Reached    one H200, bf16, 131,072 logits: 256 rows 65 us greedy, 100 us drawn, 119 with top-k; one row 10, 14, 27 us.
+//            2 clusters as large as keep a row in shared memory, weights without conversions, two blocks a multiprocessor: 65 us
+//              greedy and 100 us drawn at 256 x 131,072, in four rounds of blocks; 10 and 14 us for one row.
+//            3 one round of blocks where rows fill the GPU, and vectors loaded ahead into registers: 75 us greedy, 106 us drawn and
+//              338 us by top-p at 256 x 131,072. The compiler kept those vectors in local memory, so that each load was waited for
+//              where it was made: some 7 KB a microsecond and multiprocessor.
+//            4 this one: asynchronous copies, which no register waits for. Tokens of a row without a list are measured eight at a
+//              time. Not measured yet.
 #pragma once
 
 #include "cluster.cuh"
+#include "mma.cuh"
 #include "sampling_params.cuh"
 #include "sampling_weights.cuh"
 
@@ -39,13 +49,13 @@ constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kBlocksAnSm = 2;
 constexpr int kMostBlocks = 8;      // of a row
 constexpr int kBins = 2 * kThreads;  // of a histogram: 10 bits of the cost
-constexpr int kListed = 2048;
-constexpr int kGuessed = 768;  // tokens that top-p is tried on first; half as many again come with them
-constexpr int kAhead = 4;  // vectors of the first pass in flight in a thread
+constexpr int kListed = 4096;
+constexpr int kGuessed = 2560;  // tokens that top-p is tried on first
+constexpr int kAhead = 4;  // vectors on their way to a thread; a power of two
 constexpr uint32_t kAll = 0xffffffffu;
 constexpr int64_t kElsewhere = INT32_MIN;  // the token, in blocks that were not needed to find it
 
-struct Listed {
+struct alignas(8) Listed {
   uint32_t key;  // a cost, or a logit's bits
   int id;
 };
@@ -86,6 +96,11 @@ struct Cut {
   }
 };
 
+// Threads that have one of the n best tokens of a block, if these are dealt out by chance.
+__device__ __forceinline__ int threads_reaching(int n) {
+  return static_cast<int>(kThreads * (1.0f - expf(static_cast<float>(-n) / kThreads)));
+}
+
 // A block's part of a row. kChanges: there may be penalties, biases or a mask.
 template <typename T, bool kChanges> class Row {
   static constexpr int kW = kWidth<T>;
@@ -95,7 +110,7 @@ template <typename T, bool kChanges> class Row {
       : p_(p), row_(row), rank_(blockIdx.x % p.num_blocks), lane_(threadIdx.x % 32), warp_(threadIdx.x / 32) {
     s_ = reinterpret_cast<Shared*>(shared);
     cache_ = reinterpret_cast<uint4*>(shared + (sizeof(Shared) + 15) / 16 * 16);
-    edited_ = reinterpret_cast<uint32_t*>(cache_ + static_cast<int64_t>(kWarps) * p.cached_steps * 32);
+    edited_ = reinterpret_cast<uint32_t*>(cache_ + static_cast<int64_t>(kWarps) * (p.cached_steps + p.ring_steps) * 32);
     logits_ = static_cast<const T*>(p.logits) + row * p.row_stride;
     changed_ = p.workspace + static_cast<int64_t>(blockIdx.x / p.num_blocks) * p.vocab_size;
     block_step_ = min(rank_ * p.block_steps, p.num_steps);
@@ -110,6 +125,7 @@ template <typename T, bool kChanges> class Row {
     scale_ = kCostScale / temperature_;
     const int top_k = p_.top_k != nullptr ? p_.top_k[row_] : 0;
     top_k_ = !greedy && top_k > 0 && top_k < p_.vocab_size ? top_k : 0;
+    top_p_ = !greedy && p_.top_p != nullptr ? p_.top_p[row_] : 1.0f;
     if (kChanges) edits_ = edit();
     first_pass();
     const float raw = block_max(raw_best_), top = kChanges ? block_max(best_) : raw;
@@ -117,11 +133,12 @@ template <typename T, bool kChanges> class Row {
     mail.top = top;
     mail.raw = raw;
     mail.id = greedy ? first_of(top) : INT32_MAX;
-    mail.least = top_k_ > 0 ? nth_best(share_of_block(top_k_), best_, top, scale_) : -INFINITY;
+    const int reached = top_k_ > 0 ? share_of_block(top_k_) : top_p_ < 1.0f ? threads_reaching(share_of_block(kGuessed)) : 0;
+    mail.least = reached > 0 ? nth_best(reached, best_, top, scale_) : -INFINITY;
     if (p_.num_blocks > 1) cluster_wait();
     const Mail* all = exchange(mail);
     raw_top_ = top_ = -INFINITY;
-    float least = INFINITY;
+    float least = top_k_ > 0 ? INFINITY : -INFINITY;
     int first = INT32_MAX;
     for (int r = 0; r < p_.num_blocks; ++r) {
       raw_top_ = nan_max(raw_top_, all[r].raw);
@@ -129,7 +146,7 @@ template <typename T, bool kChanges> class Row {
         top_ = all[r].top;
         first = all[r].id;
       }
-      least = fminf(least, all[r].least);
+      least = top_k_ > 0 ? fminf(least, all[r].least) : fmaxf(least, all[r].least);
     }
     int64_t token = raw_top_ != raw_top_ ? kNotANumber : raw_top_ == INFINITY || top_ == INFINITY ? kInfinite : kNothingLeft;
     if (token == kNothingLeft && top_ > -INFINITY) token = greedy ? first : draw(least);
@@ -150,14 +167,16 @@ template <typename T, bool kChanges> class Row {
   __device__ __forceinline__ uint32_t bound_of(uint64_t weight) const;
   __device__ __forceinline__ float least_logit() const;
   __device__ __forceinline__ float nth_best(int n, float best, float top, float scale);
-  __device__ __forceinline__ const Mail* sum_masses(float least);
+  __device__ __forceinline__ const Mail* sum_masses(bool lists);
   __device__ __forceinline__ const Mail* sum_bounded(const Cut& cut);
   __device__ __forceinline__ void clear_bins();
   __device__ __forceinline__ void clear_list();
   __device__ __forceinline__ void append(uint32_t key, int id);
   __device__ __forceinline__ void list_tokens();
-  __device__ __forceinline__ int gather_list(uint64_t mass);
-  __device__ __forceinline__ void fill_bins(uint32_t path, int shift);
+  __device__ __forceinline__ Mail list_mail();
+  __device__ __forceinline__ int gather_list(const Mail* all);
+  __device__ __forceinline__ void fill_bins(uint32_t path, int shift, int listed);
+  __device__ __forceinline__ int list_bin(uint32_t path, int shift);
   __device__ __forceinline__ Cut select(bool by_mass, uint64_t target);
   __device__ __forceinline__ int tie(uint32_t wanted, uint64_t n);
   __device__ __forceinline__ int draw_listed(uint64_t target, const Cut& cut);
@@ -220,10 +239,9 @@ template <typename T, bool kChanges> class Row {
   __device__ __forceinline__ int num_steps(int warp) const {
     return min(p_.warp_steps, block_end_ - first_step(warp));
   }
-  // This lane's vector of a step; -inf past the vocabulary's end.
-  __device__ __forceinline__ uint4 fetch(int step) const {
-    const int id = first_id(step, lane_);
-    if (p_.aligned && id + kW <= p_.vocab_size) return *reinterpret_cast<const uint4*>(logits_ + id);
+  __device__ __forceinline__ bool is_whole(int id) const { return p_.aligned && id + kW <= p_.vocab_size; }
+  // This lane's vector of a step, element by element; -inf past the vocabulary's end.
+  __device__ __forceinline__ uint4 gather(int id) const {
     T elements[kW];
 #pragma unroll
     for (int e = 0; e < kW; ++e) elements[e] = id + e < p_.vocab_size ? logits_[id + e] : from_float<T>(-INFINITY);
@@ -231,15 +249,15 @@ template <typename T, bool kChanges> class Row {
     memcpy(&raw, elements, sizeof(raw));
     return raw;
   }
-  __device__ __forceinline__ uint4* place(int warp, int step) const {
-    return cache_ + (warp * p_.cached_steps + step) * 32 + lane_;
+  __device__ __forceinline__ uint4 fetch(int step) const {
+    const int id = first_id(step, lane_);
+    return is_whole(id) ? *reinterpret_cast<const uint4*>(logits_ + id) : gather(id);
   }
-  // Logits of this lane's vector of a warp's step, and its first id; `cached` is place(warp, 0).
-  template <bool kRaw> __device__ __forceinline__ int read(int warp, int step, const uint4* cached, float (&x)[kW]) const {
-    const int id = first_id(first_step(warp) + step, lane_);
-    widen<T>(step < p_.cached_steps ? cached[step * 32] : fetch(first_step(warp) + step), x);
-    if (!kRaw) apply_changes(id, x);
-    return id;
+  // Where this lane's vector of a warp's step is in shared memory: for good, or in the warp's ring.
+  __device__ __forceinline__ uint4* place(int warp, int step) const {
+    const int beyond = step - p_.cached_steps;
+    const int slot = beyond < 0 ? step : p_.cached_steps + (beyond & (p_.ring_steps - 1));
+    return cache_ + (warp * (p_.cached_steps + p_.ring_steps) + slot) * 32 + lane_;
   }
   // A vector never crosses a word of 32 bits.
   __device__ __forceinline__ void apply_changes(int id, float (&x)[kW]) const {
@@ -258,58 +276,124 @@ template <typename T, bool kChanges> class Row {
     }
   }
 
-  // Calls f(first id, logits) for this thread's vectors in ascending order, from one on.
-  template <bool kRaw, typename F> __device__ __forceinline__ void visit(F&& f, int first = 0) const {
-    const int steps = num_steps(warp_);
-    const uint4* cached = place(warp_, 0);
+  // Calls f(step, vector) for this thread's vectors of steps from `step` to `steps` of its warp, in ascending order. Those from
+  // `missing` on are brought to shared memory by asynchronous copies, which take no register while they are on their way. A thread
+  // reads what it copied itself.
+  template <typename F> __device__ __forceinline__ void stream(int step, int steps, int missing, F&& f) const {
+    const int begin = first_id(first_step(warp_), lane_), ahead = (p_.ring_steps > 0 ? p_.ring_steps : kAhead) - 1;
+    const T* from = logits_ + begin;
+    missing = max(missing, step);
 #pragma unroll 1
-    for (int step = first; step < steps; ++step) {
+    for (int at = step - ahead; at < steps; ++at) {
+      const int next = at + ahead;
+      if (next >= missing && next < steps) {
+        const int id = begin + next * (32 * kW);
+        uint4* to = place(warp_, next);
+        if (is_whole(id)) {
+          copy_async_16(shared_address(to), from + next * (32 * kW), true);
+        } else {
+          *to = gather(id);
+        }
+      }
+      commit_copies();  // a group a step, empty ones too
+      if (at < step) continue;
+      if (ahead > 0) {
+        wait_copies<kAhead - 1>();
+      } else {
+        wait_copies<0>();
+      }
+      const uint4 raw = *place(warp_, at);
+      f(at, raw);
+    }
+  }
+
+  // Calls f(first id, logits, their largest) for this thread's vectors, or the ones of steps from `step` to `steps`, in ascending
+  // order.
+  template <bool kRaw, typename F> __device__ __forceinline__ void visit(F&& f) const { visit<kRaw>(f, 0, num_steps(warp_)); }
+  template <bool kRaw, typename F> __device__ __forceinline__ void visit(F&& f, int step, int steps) const {
+    const int begin = first_step(warp_);
+    stream(step, steps, p_.cached_steps, [&](int at, const uint4& raw) {
+      const int id = first_id(begin + at, lane_);
       float x[kW];
-      const int id = read<kRaw>(warp_, step, cached, x);
-      f(id, x);
+      widen<T>(raw, x);
+      if (!kRaw) apply_changes(id, x);
+      f(id, x, kChanges && !kRaw ? largest_of(x) : vector_max<T>(raw));
+    });
+  }
+
+  // Calls f(cost, id) for this thread's tokens within the bound; they reach least_. One after the other where they are few.
+  template <typename F> __device__ __forceinline__ void visit_bounded(bool few, F&& f) const {
+    if (best_ < least_) return;
+    visit<false>([&](int first, const float (&x)[kW], float most) {
+      if (most < least_) return;
+      if (few) {
+        pick_bounded(first, x, f);
+        return;
+      }
+#pragma unroll
+      for (int e = 0; e < kW; ++e) {
+        const uint32_t c = cost(x[e]);
+        if (x[e] >= least_ && c <= bound_) f(c, first + e);
+      }
+    });
+  }
+  template <typename F> __device__ __forceinline__ void pick_bounded(int first, const float (&x)[kW], F&& f) const {
+    uint32_t reaching = 0;
+#pragma unroll
+    for (int e = 0; e < kW; ++e) reaching |= x[e] >= least_ ? 1u << e : 0;
+#pragma unroll 1
+    for (; reaching != 0; reaching &= reaching - 1) {
+      const int at = __ffs(static_cast<int>(reaching)) - 1;
+      float value = x[0];
+#pragma unroll
+      for (int e = 1; e < kW; ++e) value = at == e ? x[e] : value;
+      const uint32_t c = cost(value);
+      if (c <= bound_) f(c, first + at);
     }
   }
 
   // Step 2.
   __device__ __forceinline__ void first_pass() {
-    const int steps = num_steps(warp_);
+    const int begin = first_step(warp_), steps = num_steps(warp_);
     const bool changes = kChanges && (edits_ || allowed_ != nullptr);
     Largest<T> largest;
-    float changed_best = -INFINITY;
-    for (int at = 0; at < steps; at += kAhead) {
-      uint4 raw[kAhead];
-#pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        if (at + a < steps) raw[a] = fetch(first_step(warp_) + at + a);
+    float changed_best = -INFINITY, reached = -INFINITY;
+    stream(0, steps, 0, [&](int step, const uint4& raw) {
+      largest.add(raw);
+      if (changes) {
+        float x[kW];
+        widen<T>(raw, x);
+        apply_changes(first_id(begin + step, lane_), x);
+        changed_best = fmaxf(changed_best, largest_of(x));
       }
-#pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        if (at + a >= steps) break;
-        if (at + a < p_.cached_steps) *place(warp_, at + a) = raw[a];
-        largest.add(raw[a]);
-        if (changes) {
-          float x[kW];
-          widen<T>(raw[a], x);
-          apply_changes(first_id(first_step(warp_) + at + a, lane_), x);
-#pragma unroll
-          for (int e = 0; e < kW; ++e) changed_best = fmaxf(changed_best, x[e]);
-        }
+      if (step % kAhead < kAhead - 1 && step + 1 < steps) return;
+      const float now = changes ? changed_best : largest.value();
+      if (now > reached) {
+        reached = now;
+        best_step_ = step - step % kAhead;
       }
-    }
+    });
     raw_best_ = largest.value();
     best_ = changes ? changed_best : raw_best_;
+  }
+  __device__ __forceinline__ static float largest_of(const float (&x)[kW]) {
+    float largest = x[0];
+#pragma unroll
+    for (int e = 1; e < kW; ++e) largest = fmaxf(largest, x[e]);
+    return largest;
   }
 
   // The smallest id of the block whose logit is `top`.
   __device__ __forceinline__ int first_of(float top) {
     int id = INT32_MAX;
     if (best_ == top) {
-      visit<false>([&](int first, const float (&x)[kW]) {
+      const auto look = [&](int first, const float (&x)[kW], float) {
 #pragma unroll
         for (int e = 0; e < kW; ++e) {
           if (x[e] == top) id = min(id, first + e);
         }
-      });
+      };
+      visit<false>(look, best_step_, min(best_step_ + kAhead, num_steps(warp_)));
     }
     return block_min(id);
   }
@@ -322,7 +406,7 @@ template <typename T, bool kChanges> class Row {
     Mail* all = s_->mail[turn_];
     turn_ ^= 1;
     if (static_cast<int>(threadIdx.x) < p_.num_blocks) {
-      *cluster_peer(all + rank_, threadIdx.x) = mine;
+      store_cluster(cluster_address(shared_address(all + rank_), threadIdx.x), mine);
       if (p_.num_blocks > 1) cluster_fence();
     }
     barrier();
@@ -389,29 +473,6 @@ template <typename T, bool kChanges> class Row {
     return within + (warp_ > 0 ? __shfl_sync(kAll, until, warp_ - 1) : 0);
   }
 
-  // The blocks' sums of f(logit, id) over the row, in Mail::sum; the warps' own stay in s_->mass. Takes `least` along.
-  template <typename F> __device__ __forceinline__ const Mail* sum_row(float least, F&& f) {
-    uint64_t sum = 0;
-    const auto add = [&](int first, const float (&x)[kW]) {
-#pragma unroll
-      for (int e = 0; e < kW; ++e) sum += f(x[e], first + e);
-    };
-    const int cached = min(num_steps(warp_), p_.cached_steps);
-    const uint4* from = place(warp_, 0);
-    int id = first_id(first_step(warp_), lane_);
-#pragma unroll 1
-    for (int step = 0; step < cached; ++step, from += 32, id += 32 * kW) {  // most logits pass here
-      float x[kW];
-      widen<T>(*from, x);
-      apply_changes(id, x);
-      add(id, x);
-    }
-    visit<false>(add, cached);
-    Mail mail{};
-    mail.sum = block_sum(sum);
-    mail.least = least;
-    return exchange(mail);
-  }
   __device__ __forceinline__ uint64_t total_of(const Mail* all) const {
     uint64_t total = 0;
     for (int r = 0; r < p_.num_blocks; ++r) total += all[r].sum;
@@ -428,8 +489,9 @@ template <typename T, bool kChanges> class Row {
   const T* logits_;
   float* changed_;  // [V], where the bit is set
   const int32_t* allowed_;
-  float temperature_ = 0, scale_ = 0, top_ = 0, raw_top_ = 0;
+  float temperature_ = 0, scale_ = 0, top_p_ = 1, top_ = 0, raw_top_ = 0;
   float best_ = 0, raw_best_ = 0;  // of this thread
+  int best_step_ = 0;              // or one of the kAhead - 1 steps after it
   float least_ = -INFINITY;        // logits below it cost more than the bound
   double norm_ = 0;
   uint32_t bound_ = kCostEnd - 1;

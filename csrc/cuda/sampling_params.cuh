@@ -13,7 +13,8 @@ struct SamplingParams {
   const void* logits;
   int64_t row_stride, seen_stride, bias_stride, allowed_stride;
   int num_rows, vocab_size, num_steps;
-  int num_blocks, block_steps, warp_steps, cached_steps;  // blocks of a row; steps of a block, of a warp, in shared memory
+  int num_blocks, block_steps, warp_steps;  // blocks of a row; steps of a block, of a warp
+  int cached_steps, ring_steps;  // of a warp in shared memory: the first ones for good, the others by turns
   bool aligned;
   const float *temperature, *top_p, *min_p;
   const int32_t* top_k;

@@ -19,10 +19,10 @@ template <typename T, bool kChanges> __device__ __forceinline__ void Row<T, kCha
     return;
   }
   const float value = raw_logit(static_cast<int>(token));
-  const Weigher weigh(raw_top_, kCostScale, kCostEnd - 1);
+  const Weigher weigh(raw_top_, kCostScale);
   uint64_t sum = 0;
   uint32_t ahead = 0;
-  visit<true>([&](int first, const float (&x)[kW]) {
+  visit<true>([&](int first, const float (&x)[kW], float most) {
 #pragma unroll
     for (int e = 0; e < kW; ++e) {
       sum += weigh(x[e]);
@@ -41,7 +41,7 @@ template <typename T, bool kChanges> __device__ __forceinline__ void Row<T, kCha
     rank += all[r].more;
     least = fminf(least, all[r].least);
   }
-  norm_ = log(static_cast<double>(total_of(all))) - kWeightBits * 0.6931471805599453;
+  norm_ = log(static_cast<double>(total_of(all)) / kMostWeight);
   if (rank_ == 0 && threadIdx.x == 0) {
     p_.logprobs[row_] = static_cast<float>(static_cast<double>(value) - raw_top_ - norm_);
     p_.ranks[row_] = static_cast<int64_t>(rank);
@@ -57,14 +57,19 @@ template <typename T, bool kChanges> __device__ __forceinline__ void Row<T, kCha
   }
   clear_list();
   if (least > -INFINITY && raw_best_ >= least) {
-    visit<true>([&](int first, const float (&x)[kW]) {
+    visit<true>([&](int first, const float (&x)[kW], float most) {
+      if (most < least) return;
 #pragma unroll
       for (int e = 0; e < kW; ++e) {
         if (x[e] >= least) append(__float_as_uint(x[e]), first + e);
       }
     });
   }
-  const int listed = gather_list(0);
+  Mail mail{};
+  __syncthreads();
+  mail.id = s_->num_there;
+  if (p_.num_blocks > 1) cluster_fence();
+  const int listed = gather_list(exchange(mail));
   if (listed >= wanted) {
     for (int i = threadIdx.x; rank_ == 0 && i < listed; i += kThreads) {
       const float x = __uint_as_float(s_->list[i].key);
@@ -83,7 +88,7 @@ template <typename T, bool kChanges> __device__ __forceinline__ void Row<T, kCha
   for (int i = 0; i < wanted; ++i) {
     float best = -INFINITY;
     int id = INT32_MAX;
-    visit<true>([&](int first, const float (&x)[kW]) {
+    visit<true>([&](int first, const float (&x)[kW], float most) {
 #pragma unroll
       for (int e = 0; e < kW; ++e) {
         const bool left = (x[e] < last || (x[e] == last && first + e > last_id)) && first + e < p_.vocab_size;

@@ -6,35 +6,40 @@
 namespace research_engine::cuda {
 namespace {
 
-// The token of a row; `least` is a logit that at least top_k tokens reach. kElsewhere in blocks that do not come to know it.
+// The token of a row; `least` is a logit that at least top_k tokens reach, or kGuessed at a guess. kElsewhere in blocks that do not
+// come to know it.
 template <typename T, bool kChanges> __device__ __forceinline__ int64_t Row<T, kChanges>::draw(float least) {
-  const float top_p = p_.top_p != nullptr ? p_.top_p[row_] : 1.0f;
-  const bool by_count = top_k_ > 0, by_mass = top_p < 1.0f;
+  const bool by_count = top_k_ > 0, by_mass = top_p_ < 1.0f;
   const uint64_t least_kept = least_weight(p_.min_p != nullptr ? p_.min_p[row_] : 0.0f);
   if (least_kept > 1) bound_ = bound_of(least_kept);
   const uint64_t bits = random_bits(static_cast<uint64_t>(p_.seeds[row_]), static_cast<uint64_t>(p_.positions[row_]));
 
   const uint32_t widest = bound_;
-  uint64_t total = 0, kept = 0;
-  if (!by_count) {
-    const int guess = min(share_of_block(kGuessed), kThreads / 2);
-    const Mail* all = sum_masses(by_mass ? nth_best(guess, best_, top_, scale_) : 0.0f);
+  uint64_t total = 0;
+  if (by_count || least_kept > 1) {
+    if (by_count) bound_ = min(widest, cost(least));
+    list_tokens();
+    total = listed_mass_;
+  }
+  if (!by_count && listed_ < 0) {
+    const bool plain = least_kept == 1 && scale_ < INFINITY;
+    bound_ = plain && by_mass ? min(widest, cost(least)) : widest;
+    const Mail* all = plain ? sum_masses(by_mass) : sum_bounded(Cut{kCostEnd, 0, 0});
     total = total_of(all);
     if (!by_mass) return walk(all, draw_target(bits, total), Cut{kCostEnd, 0, total});
-    kept = share_of(top_p, total);
-    for (int r = 0; r < p_.num_blocks; ++r) least = fmaxf(least, all[r].least);
+    if (plain) listed_ = gather_list(all);
   }
-#pragma unroll 1
-  for (const bool last : {false, true}) {
-    bound_ = min(widest, last ? bound_of(max((total - kept) / static_cast<uint64_t>(p_.vocab_size), uint64_t{1})) : cost(least));
-    list_tokens();
-    if (by_count || (listed_ >= 0 && listed_mass_ >= kept)) break;
-  }
+  const uint64_t kept = share_of(top_p_, total);
+  if (!by_count && listed_mass_ < kept) listed_ = -1;
   if (listed_ >= 0 && rank_ != 0) return kElsewhere;
-  Cut cut{0, 0, total};
+  if (listed_ < 0) {
+    if (!by_count) bound_ = min(widest, bound_of(max((total - kept) / static_cast<uint64_t>(p_.vocab_size), uint64_t{1})));
+    least_ = least_logit();
+  }
+  Cut cut{kCostEnd, 0, total};
 #pragma unroll 1
   for (const bool mass : {false, true}) {
-    if (mass ? by_mass : by_count) cut = select(mass, mass ? share_of(top_p, cut.mass) : static_cast<uint64_t>(top_k_));
+    if (mass ? by_mass : by_count) cut = select(mass, mass ? share_of(top_p_, cut.mass) : static_cast<uint64_t>(top_k_));
   }
   const uint64_t target = draw_target(bits, cut.mass);
   return listed_ >= 0 ? draw_listed(target, cut) : walk(sum_bounded(cut), target, cut);
@@ -76,23 +81,32 @@ __device__ __forceinline__ float Row<T, kChanges>::nth_best(int n, float best, f
   return float_of(block_min(order_of(static_cast<int>(bin) <= last ? best : INFINITY)));
 }
 
-// The blocks' masses of the tokens within the bound, and their `least`, but at a vanishing temperature.
-template <typename T, bool kChanges> __device__ __forceinline__ const Mail* Row<T, kChanges>::sum_masses(float least) {
-  if (scale_ < INFINITY) {
-    const Weigher weigh(top_, scale_, bound_);
-    return sum_row(least, [&](float x, int) { return weigh(x); });
-  }
-  return sum_bounded(Cut{kCostEnd, 0, 0});
+// The blocks' masses, at a temperature that does not vanish; with `lists`, tokens within the bound are listed on the way.
+template <typename T, bool kChanges> __device__ __forceinline__ const Mail* Row<T, kChanges>::sum_masses(bool lists) {
+  least_ = least_logit();
+  const float listed = lists ? least_ : INFINITY;
+  clear_list();
+  const Weigher weigh(top_, scale_);
+  uint64_t sum = 0;
+  visit<false>([&](int first, const float (&x)[kW], float most) {
+#pragma unroll
+    for (int e = 0; e < kW; ++e) sum += weigh(x[e]);
+    if (most >= listed) pick_bounded(first, x, [&](uint32_t c, int id) { append(c, id); });
+  });
+  Mail mail{};
+  if (lists) mail = list_mail();
+  mail.sum = block_sum(sum);
+  return exchange(mail);
 }
 
 // The blocks' sums of what the cut measures of the tokens within the bound.
 template <typename T, bool kChanges>
 __device__ __forceinline__ const Mail* Row<T, kChanges>::sum_bounded(const Cut& cut) {
-  return sum_row(-INFINITY, [&](float x, int id) -> uint64_t {
-    if (x < least_) return 0;
-    const uint32_t c = cost(x);
-    return c <= bound_ ? cut(c, id) : 0;
-  });
+  uint64_t sum = 0;
+  visit_bounded(false, [&](uint32_t c, int id) { sum += cut(c, id); });
+  Mail mail{};
+  mail.sum = block_sum(sum);
+  return exchange(mail);
 }
 
 template <typename T, bool kChanges> __device__ __forceinline__ void Row<T, kChanges>::clear_bins() {
@@ -115,42 +129,38 @@ template <typename T, bool kChanges> __device__ __forceinline__ void Row<T, kCha
 template <typename T, bool kChanges> __device__ __forceinline__ void Row<T, kChanges>::list_tokens() {
   least_ = least_logit();
   clear_list();
-  if (best_ >= least_) {
-    visit<false>([&](int first, const float (&x)[kW]) {
-      if (*static_cast<volatile int*>(&s_->num_there) > kListed) return;
-#pragma unroll
-      for (int e = 0; e < kW; ++e) {
-        if (x[e] < least_) continue;
-        const uint32_t c = cost(x[e]);
-        if (c <= bound_) append(c, first + e);
-      }
-    });
-  }
+  visit_bounded(true, [&](uint32_t c, int id) { append(c, id); });
+  listed_ = gather_list(exchange(list_mail()));
+}
+
+// The number of this block's listed tokens, and their mass in Mail::more.
+template <typename T, bool kChanges> __device__ __forceinline__ Mail Row<T, kChanges>::list_mail() {
   __syncthreads();
   uint64_t mass = 0;
   for (int i = threadIdx.x; i < min(s_->num_there, kListed); i += kThreads) mass += weight_of(s_->list[i].key);
-  listed_ = gather_list(block_sum(mass));
+  Mail mail{};
+  mail.more = block_sum(mass);
+  mail.id = s_->num_there;
+  if (p_.num_blocks > 1) cluster_fence();
+  return mail;
 }
 
 // All blocks' lists to the first block's; how many tokens they have together, or -1 where that is too many. Sums their masses.
 // No block's list is needed any longer afterwards but the first one's.
-template <typename T, bool kChanges> __device__ __forceinline__ int Row<T, kChanges>::gather_list(uint64_t mass) {
-  __syncthreads();
-  if (p_.num_blocks > 1) cluster_fence();
-  Mail mail{};
-  mail.sum = mass;
-  mail.id = s_->num_there;
-  const Mail* all = exchange(mail);
-  listed_mass_ = total_of(all);
+template <typename T, bool kChanges> __device__ __forceinline__ int Row<T, kChanges>::gather_list(const Mail* all) {
+  listed_mass_ = 0;
   int total = 0;
-  for (int r = 0; r < p_.num_blocks; ++r) total += all[r].id;
+  for (int r = 0; r < p_.num_blocks; ++r) {
+    listed_mass_ += all[r].more;
+    total += all[r].id;
+  }
   if (total > kListed) return -1;
   if (p_.num_blocks == 1) return total;
   if (rank_ == 0) {
     for (int i = all[0].id + threadIdx.x; i < total; i += kThreads) {
       int r = 0, at = i;
       while (at >= all[r].id) at -= all[r++].id;
-      s_->list[i] = cluster_peer(s_->list, r)[at];
+      s_->list[i] = load_cluster<Listed>(cluster_address(shared_address(s_->list + at), r));
     }
   }
   barrier();
@@ -158,9 +168,9 @@ template <typename T, bool kChanges> __device__ __forceinline__ int Row<T, kChan
 }
 
 // Counts and masses by 10 bits of the cost, of tokens within the bound whose higher bits are `path`; in the first block of all
-// blocks' tokens.
+// blocks' tokens. From the first block's list of `listed` tokens, unless that is -1.
 template <typename T, bool kChanges>
-__device__ __forceinline__ void Row<T, kChanges>::fill_bins(uint32_t path, int shift) {
+__device__ __forceinline__ void Row<T, kChanges>::fill_bins(uint32_t path, int shift, int listed) {
   clear_bins();
   const auto add = [&](uint32_t c) {
     if (c >> shift >> 10 != path) return;
@@ -170,28 +180,30 @@ __device__ __forceinline__ void Row<T, kChanges>::fill_bins(uint32_t path, int s
     atomicAdd(&s_->bins.low[bin], mass & 0xfffu);
     atomicAdd(&s_->bins.high[bin], mass >> 12);
   };
-  if (listed_ >= 0) {
-    for (int i = threadIdx.x; i < listed_; i += kThreads) add(s_->list[i].key);
-  } else if (best_ >= least_) {
-    visit<false>([&](int, const float (&x)[kW]) {
-#pragma unroll
-      for (int e = 0; e < kW; ++e) {
-        if (x[e] < least_) continue;
-        const uint32_t c = cost(x[e]);
-        if (c <= bound_) add(c);
-      }
-    });
+  if (listed >= 0) {
+    for (int i = threadIdx.x; rank_ == 0 && i < listed; i += kThreads) add(s_->list[i].key);
+  } else {
+    visit_bounded(false, [&](uint32_t c, int) { add(c); });
   }
-  if (listed_ < 0 && p_.num_blocks > 1) {
+  if (listed < 0 && p_.num_blocks > 1) {
     cluster_fence();
     barrier();
     uint32_t* mine = reinterpret_cast<uint32_t*>(&s_->bins);
     for (int r = 1; r < p_.num_blocks && rank_ == 0; ++r) {
-      const uint32_t* theirs = cluster_peer(mine, r);
-      for (int i = threadIdx.x; i < 3 * kBins; i += kThreads) mine[i] += theirs[i];
+      const uint32_t theirs = cluster_address(shared_address(mine), r);
+      for (int i = threadIdx.x; i < 3 * kBins; i += kThreads) mine[i] += load_cluster<uint32_t>(theirs + 4 * i);
     }
   }
   __syncthreads();
+}
+
+// Lists the tokens of costs whose higher bits are `path`, at most kListed, in the first block; their number.
+template <typename T, bool kChanges> __device__ __forceinline__ int Row<T, kChanges>::list_bin(uint32_t path, int shift) {
+  clear_list();
+  visit_bounded(true, [&](uint32_t c, int id) {
+    if (c >> shift == path) append(c, id);
+  });
+  return gather_list(exchange(list_mail()));
 }
 
 // Step 6: the shortest beginning of the tokens within the bound, by (cost, id), of `target` tokens or of a mass of `target`;
@@ -199,11 +211,12 @@ __device__ __forceinline__ void Row<T, kChanges>::fill_bins(uint32_t path, int s
 template <typename T, bool kChanges>
 __device__ __forceinline__ Cut Row<T, kChanges>::select(bool by_mass, uint64_t target) {
   uint32_t path = 0;
+  int listed = listed_;  // from where on the first block goes on alone
   Mail found{};  // sum, more: number and mass of the tokens before the bin; most: the bin's tokens; rest: of the target
 #pragma unroll 1
   for (int shift = 20; shift >= 0; shift -= 10) {
-    fill_bins(path, shift);
-    if (listed_ >= 0 || rank_ == 0) {
+    fill_bins(path, shift, listed);
+    if (rank_ == 0) {
       uint64_t counts[2], masses[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -238,6 +251,11 @@ __device__ __forceinline__ Cut Row<T, kChanges>::select(bool by_mass, uint64_t t
     __syncthreads();
     found = listed_ >= 0 ? s_->found : exchange(s_->found)[0];
     path = path << 10 | static_cast<uint32_t>(found.id);
+    if (listed < 0 && shift > 0) {  // nothing beyond the bin is kept; its own tokens may fit the list
+      bound_ = min(bound_, ((path + 1) << shift) - 1);
+      least_ = least_logit();
+      if (found.most <= kListed) listed = list_bin(path, shift);
+    }
   }
   const uint64_t weight = weight_of(path);
   const uint64_t wanted = by_mass ? (found.rest + weight - 1) / weight : found.rest;
@@ -323,7 +341,10 @@ __device__ __forceinline__ int64_t Row<T, kChanges>::walk(const Mail* all, uint6
     uint64_t weights[kW], sum = 0;
     int id = 0;
     if (at + warp_ < num_steps(owner)) {
-      id = read<false>(owner, at + warp_, place(owner, 0), x);
+      const int step = at + warp_;
+      id = first_id(first_step(owner) + step, lane_);
+      widen<T>(step < p_.cached_steps ? *place(owner, step) : fetch(first_step(owner) + step), x);
+      apply_changes(id, x);
 #pragma unroll
       for (int e = 0; e < kW; ++e) {
         const uint32_t c = cost(x[e]);

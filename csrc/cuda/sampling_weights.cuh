@@ -1,8 +1,8 @@
 // The weights of common/sampling_math.h without conversions between integers and floats, and the largest of many logits.
 //
 // Costs are floats c in 2^-24 octaves. Added to 2^47, whose last bit is an octave, c rounded towards zero leaves the octave in the
-// sum's last bits; the rest, added to 2^24, leaves the fraction's even part: the f of mantissa_of. Its result p is in (0.5, 1], so
-// that its bits are its 24-bit mantissa but for a constant. 21 instructions a logit, the conversion from 16 bits included.
+// sum's last bits; the rest, added to 2^24, leaves the fraction's even part: the f of mantissa_of. Its result p is in [0.5, 1), so
+// that its bits are its 24-bit mantissa but for a constant. 20 instructions a logit, the conversion from 16 bits included.
 #pragma once
 
 #include "../common/cuda_dtype.h"
@@ -13,36 +13,24 @@ namespace {
 
 class Weigher {
  public:
-  // `scale` is finite. What costs more than `bound` weighs nothing.
-  __device__ __forceinline__ Weigher(float top, float scale, uint32_t bound) : top_(top), scale_(scale) {
-    end_ = __uint2float_ru(bound + 1);  // a float is below it as it is below bound + 1
-  }
+  // `scale` is finite.
+  __device__ __forceinline__ Weigher(float top, float scale) : top_(top), scale_(scale) {}
 
-  // sampling::weight_of(sampling::cost_of(top - x, scale)), or 0.
+  // sampling::weight_of(sampling::cost_of(top - x, scale)), or 0 from kCostEnd on.
   __device__ __forceinline__ uint64_t operator()(float x) const {
     constexpr int kShift = 23;
     constexpr float kOctaves = 140737488355328.0f + kShift * 16777216.0f;
-    const float cost = __fmul_rn(top_ - x, scale_);
+    constexpr float kNothing = 40.5f * 16777216.0f;  // the octave's shift leaves nothing of a mantissa below 2^24
+    const float cost = fminf(__fmul_rn(top_ - x, scale_), kNothing);
     const float octaves = __fadd_rz(cost, kOctaves);
     const float rest = __fadd_rz(cost - (octaves - kOctaves), 16777216.0f);
     const float f = fmaf(rest, 5.9604644775390625e-08f, -1.0f);
-    const uint32_t mantissa = if_less(cost, end_, (__float_as_uint(sampling::mantissa_polynomial(f)) - 0x3e800000u) << 7);
+    const uint32_t mantissa = (__float_as_uint(sampling::mantissa_polynomial(f)) - 0x3e800000u) << 7;
     return (static_cast<uint64_t>(mantissa) << 32) >> (__float_as_uint(octaves) & 63);
   }
 
  private:
-  // a < b ? value : 0, never by a branch, which would part the logits of a vector.
-  __device__ __forceinline__ static uint32_t if_less(float a, float b, uint32_t value) {
-#ifdef __CUDA_ARCH__
-    uint32_t result;
-    asm("{\n.reg .pred less;\nsetp.lt.f32 less, %1, %2;\nselp.b32 %0, %3, 0, less;\n}" : "=r"(result) : "f"(a), "f"(b), "r"(value));
-    return result;
-#else
-    return a < b ? value : 0;
-#endif
-  }
-
-  float top_, scale_, end_;
+  float top_, scale_;
 };
 
 // A vector's logits as float32: `unpack` with one instruction for each of two bfloat16.
@@ -105,6 +93,21 @@ template <> class Largest<float> {
  private:
   float value_[2] = {-INFINITY, -INFINITY};
 };
+
+// The largest of a vector.
+template <typename T> __device__ __forceinline__ float vector_max(const uint4& raw) {
+  if constexpr (std::is_same_v<T, float>) {
+    float x[4];
+    widen<float>(raw, x);
+    return fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+  } else {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    Pair pairs[4];
+    memcpy(pairs, &raw, sizeof(raw));
+    const Pair pair = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+    return fmaxf(to_float(pair.x), to_float(pair.y));
+  }
+}
 
 // An integer that rises with x, above all others for NaN, and back.
 __device__ __forceinline__ int order_of(float x) {

@@ -1,4 +1,5 @@
-// Instructions of sm_90a that CUDA C++ has no names for: warpgroup matrix products, mbarriers, tensor copies, register shares.
+// Instructions of sm_90 and sm_90a that CUDA C++ has no names for: warpgroup matrix products, mbarriers, bulk and tensor copies,
+// register shares.
 //
 // A warpgroup is four consecutive warps. Its product D[64 x N] += A[64 x 16] B[16 x N] runs asynchronously: fence, issue,
 // commit, wait. A lies in shared memory or in registers, B in shared memory, D in registers. With g = lane / 4, q = lane % 4 and
@@ -20,6 +21,13 @@ namespace research_engine::cuda {
 constexpr bool kHasWgmma = true;
 #else
 constexpr bool kHasWgmma = false;
+#endif
+
+// mbarriers and bulk copies are of sm_90 without the "a" already.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool kHasBulkCopies = true;
+#else
+constexpr bool kHasBulkCopies = false;
 #endif
 
 // Shared-memory operands are atoms of rows of 128 bytes (64 elements), 8 rows to a group of 1,024 bytes, its address a multiple
@@ -165,6 +173,24 @@ __device__ __forceinline__ void store_global_16(void* target, const uint32_t (&w
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
                : "memory");
 }
+
+// Copies of a run of bytes by the copy engine, all of it aligned to 16 bytes. To shared memory: the bytes count towards the
+// barrier's phase. From there: a thread's stores of a commit form a group.
+__device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+               "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_store(void* destination, uint32_t source, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until all of this thread's groups but the last kPending have read shared memory, which may be written again then.
+template <int kPending> __device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+// Waits until all of this thread's groups are done.
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // One box of a 4- or 5-dimensional tensor map to shared memory; its bytes count towards the barrier's phase.
 __device__ __forceinline__ void tensor_copy(uint32_t destination, const CUtensorMap* map, uint32_t barrier, int x0, int x1,

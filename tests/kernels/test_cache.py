@@ -77,6 +77,22 @@ def test_copies_within_a_cache(device: str, where: str) -> None:
     assert torch.equal(cache, expected)
 
 
+@pytest.mark.parametrize("shape", [(2, 16, 64), (8, 32, 40), (3, 50, 60), (5, 7, 468), (1, 1, 70000)])
+@pytest.mark.parametrize("invalid", [False, True])
+def test_large_blocks_are_copied_in_chunks(device: str, shape: tuple[int, int, int], invalid: bool) -> None:
+    """8 KiB to 280 KB a block, some no multiple of a chunk; a GPU passes over pairs without a place in the cache."""
+    cache = torch.randn(3, 2, 40, *shape).to(device)
+    blocks = torch.randperm(40)
+    pairs = torch.stack((blocks[:19], blocks[20:39]), dim=1)
+    expected = cache.clone()
+    kernels.reference.copy_blocks(expected, pairs)
+    if invalid and device != "cpu":
+        outside = torch.tensor([(40, 0), (-1, 3), (2, 40), (5, -7)])
+        pairs = torch.cat((outside[:2], pairs[:7], outside, pairs[7:], outside[1:]))
+    kernels.copy_blocks(cache, pairs.to(device))
+    assert torch.equal(cache, expected)
+
+
 def test_blocks_of_a_slice_of_the_layers_move_alone(device: str) -> None:
     whole = torch.randn(4, 2, 8, 2, 16, 24).to(device)
     expected = whole.clone()
