@@ -23,7 +23,7 @@ from research_engine.calibration.machine import machine_facts, waits_for
 from research_engine.calibration.measure import REPEATS, Bench, median_sample
 from research_engine.calibration.measurement import Measurement
 from research_engine.calibration.recorded import read_steps
-from research_engine.calibration.serving import Served, serve
+from research_engine.calibration.serving import Served, serve, with_launched
 from research_engine.engine.engine import Engine
 from research_engine.simulation.fit import (
     MIN_STEPS,
@@ -246,6 +246,9 @@ def fit(found: Measurement) -> Profile:
     origin = f"{len(found.designed)} of {found.designs_made} designed batches, {len(found.moves)} block moves"
     profile = replace(designed, host=fit_host(seen, found.ladders, samples), overlap=found.overlap, origin=origin)
     parts["served steps, from the designed ones alone"] = _served_error(profile, found, held_out)
+    if found.overlap:
+        served = with_launched(found.served, refine(profile, seen, samples))
+        seen = [step.sample for step in served if step.stretch not in held_out]
     refined = fit_together(profile, refine(profile, seen, samples), basis, [*samples, *found.moves], seen)
     return replace(refined, parts=parts, held_out=_served_error(refined, found, held_out))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
-from itertools import count
+from collections.abc import Iterator, Sequence
+from itertools import count, pairwise
 from typing import NamedTuple
 
 from research_engine.engine.clock import MonotonicClock
@@ -16,6 +16,7 @@ from research_engine.engine.records import StepRecord
 from research_engine.engine.sampling_params import SamplingParams
 from research_engine.simulation.cost_model import work_of_record
 from research_engine.simulation.fit import Sample
+from research_engine.simulation.profiled import Profile, ProfiledCost
 from research_engine.simulation.step_kind import Ladders, StepKind
 from research_engine.simulation.timeline import TimedStep
 
@@ -150,6 +151,31 @@ def _sample(
     if before is not None:
         watch.waits_from.pop(before.step, None)
     return own
+
+
+def with_launched(served: Sequence[Served], profile: Profile) -> list[Served]:
+    """The same steps of an engine that ran ahead, with device times of launched ones, too, by the help of a profile.
+
+    While such a step is launched the device may still be busy with the one before, whose end nobody waited for. So that
+    end is foretold, and the launched step begins with it, or with its own first kernels if these came later. Steps that
+    ended with the host stay unseen.
+    """
+    cost, found = ProfiledCost(profile), list(served)
+    result_before = ready_before = -math.inf
+    for at, (step, following) in enumerate(pairwise(served)):
+        sample, timed = step.sample, step.timed
+        kind = profile.ladders.kind(sample.work)
+        handed = timed.started + sample.schedule + sample.handover
+        launching = handed - (profile.host.launch if kind is StepKind.LAUNCHED else 0.0)
+        free_at = result_before if result_before - handed > WAITED else min(ready_before, result_before)
+        begin = max(launching, free_at)
+        waits_from = following.timed.started + following.sample.schedule + following.sample.handover
+        waited = timed.executed - waits_from > WAITED
+        if kind is StepKind.LAUNCHED and waited and math.isnan(sample.device) and ready_before > -math.inf:
+            found[at] = step._replace(sample=sample._replace(device=timed.executed - begin))
+        result_before = timed.executed
+        ready_before = timed.executed if waited else begin + cost.time_of(sample.work).device
+    return found
 
 
 def _waited(record: StepRecord, watch: _Watched) -> bool:

@@ -25,7 +25,7 @@ from research_engine.calibration.profile import (
     read_measurement,
 )
 from research_engine.calibration.recorded import read_steps
-from research_engine.calibration.serving import serve
+from research_engine.calibration.serving import serve, with_launched
 from research_engine.engine.config import EngineConfig
 from research_engine.engine.contract import Batch, StepResult
 from research_engine.engine.engine import Engine
@@ -166,6 +166,20 @@ def test_a_table_follows_what_was_served_where_a_device_under_load_is_slower_in_
     assert profile.held_out["mape"] < 0.015
     for size in (1, 8, 32, 64):  # too few steps were served with 9 to 16 rows to tell them apart from larger ones
         assert profile.decode_graph(size) == pytest.approx(table(size), rel=0.01)
+
+
+def test_launched_steps_whose_beginning_nobody_saw_are_timed_with_the_help_of_the_others():
+    dense = Curve((tokens, 1.1 * seconds) for tokens, seconds in ON_GPU.dense.points)
+    loaded = replace(ON_GPU, dense=dense)
+    found = planted(ON_GPU, overlap=True, loaded=loaded)
+    own = [step.sample for step in with_launched(found.served, loaded) if math.isfinite(step.sample.device)]
+    assert len(own) > 20 + sum(math.isfinite(step.sample.device) for step in found.served)
+    errors = [sample.device / ProfiledCost(loaded).time_of(sample.work).device - 1 for sample in own]
+    assert max(map(abs, errors)) < 0.03
+    fitted = ProfiledCost(fit(found))
+    launched = [sample.work for sample in own if loaded.ladders.kind(sample.work) is StepKind.LAUNCHED]
+    errors = [fitted.time_of(work).device / ProfiledCost(loaded).time_of(work).device - 1 for work in launched]
+    assert sum(map(abs, errors)) / len(errors) < 0.01
 
 
 def test_a_fit_can_be_made_again_from_the_file_of_a_measurement(tmp_path):
