@@ -1,0 +1,137 @@
+// skinny_gemm for 9 to 64 rows on sm_90a: how the kernel of skinny_gemm_wgmma.cuh is launched for a weight.
+#include "skinny_gemm_wgmma.cuh"
+
+#include <algorithm>
+#include <atomic>
+
+#include "skinny_gemm_plan.h"
+#include "tensor_map.cuh"
+
+namespace research_engine::cuda {
+namespace {
+
+using namespace wide;
+
+constexpr const char* kOp = "skinny_gemm";
+constexpr int kMostDevices = 64, kMostNeighbours = 2;
+
+// Calls function(Shape<...>{}) with the fewest tokens that hold `tokens`.
+template <int kUnits, typename Function> void with_tokens(int tokens, Function&& function) {
+  if (tokens <= 16) return function(Shape<16, kUnits>{});
+  if (tokens <= 32) return function(Shape<32, kUnits>{});
+  if (tokens <= 48) return function(Shape<48, kUnits>{});
+  return function(Shape<64, kUnits>{});
+}
+template <typename Function> void with_shape(int tokens, int units, Function&& function) {
+  if (units == 1) return with_tokens<1>(tokens, function);
+  if (units == 2) return with_tokens<2>(tokens, function);
+  return with_tokens<3>(tokens, function);
+}
+
+// What is asked of a device once.
+struct Device {
+  bool has_kernel = false;
+  int shared_bytes[kMostNeighbours + 1] = {};  // of a block, by how many share a multiprocessor
+  int clusters[std::size(kClusterSizes)] = {};  // that it holds at a time, a block a multiprocessor
+
+  explicit Device(int device) {
+    int major = 0, minor = 0;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), kOp);
+    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), kOp);
+    has_kernel = major == 9 && minor == 0;
+    if (!has_kernel) return;
+    int of_all = 0, reserved = 0;
+    check(cudaDeviceGetAttribute(&shared_bytes[1], cudaDevAttrMaxSharedMemoryPerBlockOptin, device), kOp);
+    check(cudaDeviceGetAttribute(&of_all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device), kOp);
+    check(cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device), kOp);
+    for (int n = 2; n <= kMostNeighbours; ++n) shared_bytes[n] = of_all / n - reserved;
+    check(cudaDeviceGetAttribute(&clusters[0], cudaDevAttrMultiProcessorCount, device), kOp);
+    for (size_t i = 1; i < std::size(kClusterSizes); ++i) {
+      clusters[i] = active_clusters(kOp, &skinny_gemm_wgmma_kernel<__nv_bfloat16, Shape<32, 2>>,
+                                    {kClusterSizes[i], kThreads, shared_bytes[1], kClusterSizes[i]});
+    }
+  }
+};
+
+const Device& device_of(int ordinal) {
+  static std::atomic<const Device*> known[kMostDevices];
+  if (ordinal >= kMostDevices) throw std::invalid_argument("skinny_gemm: device " + std::to_string(ordinal) + "; at most 64 are known");
+  const Device* found = known[ordinal].load(std::memory_order_acquire);
+  if (found == nullptr) {
+    const Device* made = new Device(ordinal);  // kept; a thread that comes second drops its own
+    if (known[ordinal].compare_exchange_strong(found, made)) found = made;
+    else delete made;
+  }
+  return *found;
+}
+
+int count_tiles(int64_t columns, bool gated, int units) { return static_cast<int>(ceil_div(columns, gated ? kUnitRows : units * kUnitRows)); }
+
+}  // namespace
+
+bool skinny_gemm_wgmma_available(int device) {
+  const DeviceGuard guard(device, kOp);
+  return device_of(device).has_kernel;
+}
+
+// Of the ways to deal the weight out to the clusters the one whose blocks have least to do: in steps of a unit, with what a step has
+// beside W's bytes and what the cluster's meetings take. Neither the rows of x nor anything but the weight's shape decides.
+WgmmaPlan plan_wgmma(int64_t columns, int64_t depth, bool gated, int ordinal) {
+  const Device& device = device_of(ordinal);
+  const int steps = static_cast<int>(ceil_div(depth, kDepth));
+  WgmmaPlan best;
+  double least = 0.0;
+  for (size_t i = 0; i < std::size(kClusterSizes); ++i) {
+    const int size = kClusterSizes[i];
+    if (device.clusters[i] == 0 || size > steps) continue;
+    for (const int units : {3, 2, 1}) {
+      if (gated && units != 2) continue;
+      const double rounds = static_cast<double>(ceil_div(count_tiles(columns, gated, units), device.clusters[i]));
+      const double cost = rounds * static_cast<double>(ceil_div(steps, size)) * (units + 0.1) + (size > 1 ? 3.0 + 0.5 * rounds : 0.0);
+      if (best.units != 0 && cost >= least) continue;
+      best.cluster = static_cast<int>(i);
+      best.units = units;
+      least = cost;
+    }
+  }
+  return best;
+}
+
+void launch_wgmma(const SkinnyGemm& args, const WgmmaPlan& plan, Stream stream) {
+  const DeviceGuard guard(args.x.device, kOp);
+  const Device& device = device_of(args.x.device);
+  const int64_t tokens = args.x.shape[0];
+  Params p{};
+  p.bias = args.bias.ptr<const char>();
+  p.out = args.out.ptr<char>();
+  p.out_stride = args.out.strides[0];
+  p.tokens = static_cast<int>(tokens);
+  p.columns = static_cast<int>(args.out.shape[1]);
+  p.up_row = args.gated ? p.columns : 0;
+  p.depth_steps = static_cast<int>(ceil_div(args.x.shape[1], kDepth));
+  p.tiles = count_tiles(p.columns, args.gated, plan.units);
+  p.cluster_size = kClusterSizes[plan.cluster];
+  p.cluster_shift = plan.cluster;
+  p.float_out = args.out.dtype == DType::f32;
+  const int64_t row_bytes = 2 * args.x.shape[1];  // where there is one row its stride means nothing
+  const auto map = [&](const TensorView& matrix, int box_rows, CUtensorMapL2promotion promotion) {
+    return matrix_map(kOp, matrix.dtype, matrix.data, matrix.shape[0], matrix.shape[1],
+                      matrix.shape[0] > 1 ? 2 * matrix.strides[0] : row_bytes, box_rows, promotion);
+  };
+  p.weight = map(args.weight, kUnitRows, static_cast<CUtensorMapL2promotion>(plan.promotion));
+  const int64_t blocks = static_cast<int64_t>(std::min(p.tiles, device.clusters[plan.cluster])) * p.cluster_size;
+  with_shape(p.tokens, plan.units, [&](auto shape) {
+    using S = decltype(shape);
+    p.x = map(args.x, S::kTokens, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+    const int64_t left = device.shared_bytes[plan.neighbours] - shared_bytes<S>(0, p.cluster_size);
+    p.stages = static_cast<int>(std::min<int64_t>({kMostStages, left / S::kStageBytes, plan.stages > 0 ? plan.stages : kMostStages}));
+    const LaunchShape launch{blocks, kThreads, shared_bytes<S>(p.stages, p.cluster_size), p.cluster_size, args.overlap};
+    if (args.x.dtype == DType::bf16) {
+      launch_after(kOp, &skinny_gemm_wgmma_kernel<__nv_bfloat16, S>, launch, stream, p);
+    } else {
+      launch_after(kOp, &skinny_gemm_wgmma_kernel<__half, S>, launch, stream, p);
+    }
+  });
+}
+
+}  // namespace research_engine::cuda
