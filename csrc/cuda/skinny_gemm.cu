@@ -1,15 +1,18 @@
-// skinny_gemm: how the kernel of skinny_gemm.cuh is launched for a weight: the cluster that shares its depth, rows of x a pass.
+// skinny_gemm: which kernel takes how many rows, and how the one of skinny_gemm.cuh is launched for a weight: the cluster that shares
+// its depth, rows of x a pass.
 #include "skinny_gemm.cuh"
 
 #include <algorithm>
 #include <atomic>
+
+#include "skinny_gemm_plan.h"
 
 namespace research_engine::cuda {
 namespace {
 
 constexpr const char* kOp = "skinny_gemm";
 constexpr int kWarps = 8, kMostRows = 16, kMostDevices = 64;
-constexpr int kClusterSizes[] = {1, 2, 4, 8};
+constexpr int kWgmmaRows = 9;  // from here on the tensor cores' time with mma.sync, and x in shared memory, tell
 constexpr int kLargeShared = 160 * 1024;  // bytes a block: A100 and H100 have more, GPUs for desks some 100 KiB
 
 // Stages of the rings, as many as leave room for x.
@@ -79,8 +82,9 @@ int count_tiles(int64_t columns, bool gated) { return static_cast<int>(ceil_div(
 
 }  // namespace
 
-int64_t skinny_gemm_rows(int64_t depth, int device) {
+int64_t skinny_gemm_rows(int64_t columns, int64_t depth, bool gated, int device) {
   const DeviceGuard guard(device, kOp);
+  if (wgmma_available(device) && plan_wgmma(columns, depth, gated, device).worthwhile) return kMostWgmmaRows;
   return make_plan(device_of(device), kMostRows, static_cast<int>(ceil_div(depth, kUnitDepth))).rows;
 }
 
@@ -92,6 +96,9 @@ void skinny_gemm(const SkinnyGemm& args, Stream stream) {
     throw std::invalid_argument("skinny_gemm: rows of x and weight have to be aligned to 16 bytes");
   }
   const DeviceGuard guard(args.x.device, kOp);
+  if (tokens >= kWgmmaRows && wgmma_available(args.x.device)) {
+    return launch_wgmma(args, plan_wgmma(columns, args.x.shape[1], args.gated, args.x.device), stream);
+  }
   const Device& device = device_of(args.x.device);
   SkinnyGemmParams p{};
   p.weight = args.weight.ptr<const char>();

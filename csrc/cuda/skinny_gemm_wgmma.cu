@@ -17,7 +17,6 @@ constexpr int kMostDevices = 64, kMostNeighbours = 2;
 
 // Calls function(Shape<...>{}) with the fewest tokens that hold `tokens`.
 template <int kUnits, typename Function> void with_tokens(int tokens, Function&& function) {
-  if (tokens <= 16) return function(Shape<16, kUnits>{});
   if (tokens <= 32) return function(Shape<32, kUnits>{});
   if (tokens <= 48) return function(Shape<48, kUnits>{});
   return function(Shape<64, kUnits>{});
@@ -69,7 +68,7 @@ int count_tiles(int64_t columns, bool gated, int units) { return static_cast<int
 
 }  // namespace
 
-bool skinny_gemm_wgmma_available(int device) {
+bool wgmma_available(int device) {
   const DeviceGuard guard(device, kOp);
   return device_of(device).has_kernel;
 }
@@ -125,6 +124,7 @@ void launch_wgmma(const SkinnyGemm& args, const WgmmaPlan& plan, Stream stream) 
     p.x = map(args.x, S::kTokens, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
     const int64_t left = device.shared_bytes[plan.neighbours] - shared_bytes<S>(0, p.cluster_size);
     p.stages = static_cast<int>(std::min<int64_t>({kMostStages, left / S::kStageBytes, plan.stages > 0 ? plan.stages : kMostStages}));
+    p.prefetched = plan.prefetched;
     const LaunchShape launch{blocks, kThreads, shared_bytes<S>(p.stages, p.cluster_size), p.cluster_size, args.overlap};
     if (args.x.dtype == DType::bf16) {
       launch_after(kOp, &skinny_gemm_wgmma_kernel<__nv_bfloat16, S>, launch, stream, p);

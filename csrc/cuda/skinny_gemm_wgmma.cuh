@@ -49,6 +49,7 @@ struct Params {
   int tiles, depth_steps;
   int cluster_size, cluster_shift;  // a power of two, and of which
   int stages;
+  int prefetched;  // stages behind those of the ring that are asked into L2 at the start
   bool float_out;
 };
 
@@ -95,46 +96,56 @@ struct Walk {
   }
 };
 
-// One warp: fills the ring. The first stages' rows of W are on their way before the kernel ahead has ended.
-template <typename S>
-__device__ __forceinline__ void produce(const AfterPredecessor<Params>& after, uint32_t ring, uint32_t full, uint32_t empty, int rank) {
-  const Params& p = after.constants();
-  const bool leader = threadIdx.x % 32 == 0;
-  const uint64_t policy = read_once_policy();
-  const auto copy_weight = [&](const Walk& walk, int slot) {
-    const uint32_t barrier = full + 8 * slot, target = ring + slot * S::kStageBytes;
-    mbarrier_arrive_expect(barrier, S::kStageBytes);
-    const int row = walk.tile * (p.up_row > 0 ? kUnitRows : S::kUnits * kUnitRows);
+// What the one thread of a block that copies does.
+template <typename S> class Producer {
+ public:
+  __device__ __forceinline__ Producer(const Params& p, uint32_t ring, Control* control, int rank)
+      : p_(p), ring_(ring), full_(shared_address(control->full)), empty_(shared_address(control->empty)), policy_(read_once_policy()),
+        rank_(rank) {}
+
+  // The first stages' rows of W, and those of some stages more into L2.
+  __device__ __forceinline__ void fill() {
+    Walk walk(p_, rank_);
+    for (; ahead_ < p_.stages && walk.tile < p_.tiles; walk.next()) copy_weight(walk, ahead_++);
+    for (int i = 0; i < p_.prefetched && walk.tile < p_.tiles; ++i, walk.next()) {
 #pragma unroll
-    for (int u = 0; u < S::kUnits; ++u) {
-      tensor_copy(target + u * kUnitBytes, &p.weight, barrier, walk.step * kDepth, row + u * (p.up_row > 0 ? p.up_row : kUnitRows), policy);
+      for (int u = 0; u < S::kUnits; ++u) prefetch_tensor(&p_.weight, walk.step * kDepth, row_of(walk, u));
     }
-  };
-  const auto copy_x = [&](const Walk& walk, int slot) {
-    tensor_copy(ring + slot * S::kStageBytes + S::kWeightBytes, &p.x, full + 8 * slot, walk.step * kDepth, 0);
-  };
-  int ahead = 0;
-  if (leader) {
-    prefetch_map(&p.weight);
-    prefetch_map(&p.x);
-    for (Walk walk(p, rank); ahead < p.stages && walk.tile < p.tiles; walk.next()) copy_weight(walk, ahead++);
   }
-  __syncwarp();
-  if (p.cluster_size > 1) cluster_wait();
-  after.wait();
-  if (!leader) return;
-  Place place;
-  for (Walk walk(p, rank); walk.tile < p.tiles; walk.next()) {
-    if (ahead > 0) {
-      --ahead;
-    } else {
-      mbarrier_wait(empty + 8 * place.slot, place.parity ^ 1);
-      copy_weight(walk, place.slot);
+
+  // Their rows of x, then all other stages.
+  __device__ __forceinline__ void run() {
+    Place place;
+    for (Walk walk(p_, rank_); walk.tile < p_.tiles; walk.next()) {
+      if (ahead_ > 0) {
+        --ahead_;
+      } else {
+        mbarrier_wait(empty_ + 8 * place.slot, place.parity ^ 1);
+        copy_weight(walk, place.slot);
+      }
+      tensor_copy(ring_ + place.slot * S::kStageBytes + S::kWeightBytes, &p_.x, full_ + 8 * place.slot, walk.step * kDepth, 0);
+      place.next(p_.stages);
     }
-    copy_x(walk, place.slot);
-    place.next(p.stages);
   }
-}
+
+ private:
+  __device__ __forceinline__ int row_of(const Walk& walk, int unit) const {  // of W
+    return p_.up_row > 0 ? walk.tile * kUnitRows + unit * p_.up_row : (walk.tile * S::kUnits + unit) * kUnitRows;
+  }
+
+  __device__ __forceinline__ void copy_weight(const Walk& walk, int slot) {
+    const uint32_t barrier = full_ + 8 * slot, target = ring_ + slot * S::kStageBytes;
+    mbarrier_arrive_expect(barrier, S::kStageBytes);
+#pragma unroll
+    for (int u = 0; u < S::kUnits; ++u) tensor_copy(target + u * kUnitBytes, &p_.weight, barrier, walk.step * kDepth, row_of(walk, u), policy_);
+  }
+
+  const Params& p_;
+  const uint32_t ring_, full_, empty_;
+  const uint64_t policy_;
+  const int rank_;
+  int ahead_ = 0;  // stages whose rows of W were asked for before x was there
+};
 
 // The warpgroup that multiplies.
 template <typename T, typename S> class Consumer {
@@ -319,7 +330,10 @@ template <typename T, typename S> __device__ __forceinline__ void run_block(cons
   const uint32_t ring = shared_address(raw), received = ring + p.stages * S::kStageBytes;
   auto* control = reinterpret_cast<Control*>(raw + p.stages * S::kStageBytes + received_bytes<S>(p.cluster_size));
   const int rank = p.cluster_size > 1 ? cluster_rank() : 0;
+  Producer<S> producer(p, ring, control, rank);
   if (threadIdx.x == kConsumers) {
+    prefetch_map(&p.weight);
+    prefetch_map(&p.x);
     for (int i = 0; i < p.stages; ++i) {
       mbarrier_init(shared_address(&control->full[i]), 1);
       mbarrier_init(shared_address(&control->empty[i]), kConsumers / 32);
@@ -327,14 +341,17 @@ template <typename T, typename S> __device__ __forceinline__ void run_block(cons
     mbarrier_init(shared_address(&control->received), 1);
     mbarrier_init(shared_address(&control->may_send), max(p.cluster_size - 1, 1));
     mbarrier_init_fence();
+    producer.fill();
   }
   __syncthreads();
-  if (p.cluster_size > 1) cluster_arrive();
-  if (threadIdx.x >= kConsumers) {
-    produce<S>(after, ring, shared_address(control->full), shared_address(control->empty), rank);
-  } else {
-    after.wait();
+  if (p.cluster_size > 1) cluster_arrive_relaxed();  // the barriers were released to the cluster above
+  after.wait();
+  if (threadIdx.x < kConsumers) {
     Consumer<T, S>(p, ring, received, control, rank).run();
+  } else {
+    if (threadIdx.x == kConsumers) producer.run();
+    __syncwarp();
+    if (p.cluster_size > 1) cluster_wait();  // every thread that arrives waits
   }
 }
 

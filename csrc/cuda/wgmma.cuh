@@ -38,8 +38,7 @@ __device__ __forceinline__ uint64_t advance(uint64_t operand, int bytes) { retur
 
 template <typename T, int kN> struct Wgmma;
 
-#define RESEARCH_ENGINE_R8 "%0,%1,%2,%3,%4,%5,%6,%7"
-#define RESEARCH_ENGINE_R16 RESEARCH_ENGINE_R8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define RESEARCH_ENGINE_R16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define RESEARCH_ENGINE_R24 RESEARCH_ENGINE_R16 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define RESEARCH_ENGINE_R32A                                                                                            \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
@@ -56,8 +55,7 @@ template <typename T, int kN> struct Wgmma;
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define RESEARCH_ENGINE_F32(i) \
   RESEARCH_ENGINE_F8(i), RESEARCH_ENGINE_F8(i + 8), RESEARCH_ENGINE_F8(i + 16), RESEARCH_ENGINE_F8(i + 24)
-#define RESEARCH_ENGINE_D8() RESEARCH_ENGINE_F8(0)
-#define RESEARCH_ENGINE_D16() RESEARCH_ENGINE_D8(), RESEARCH_ENGINE_F8(8)
+#define RESEARCH_ENGINE_D16() RESEARCH_ENGINE_F8(0), RESEARCH_ENGINE_F8(8)
 #define RESEARCH_ENGINE_D24() RESEARCH_ENGINE_D16(), RESEARCH_ENGINE_F8(16)
 #define RESEARCH_ENGINE_D32() RESEARCH_ENGINE_F32(0)
 #define RESEARCH_ENGINE_D64() RESEARCH_ENGINE_D32(), RESEARCH_ENGINE_F32(32)
@@ -85,7 +83,6 @@ template <typename T, int kN> struct Wgmma;
 #define RESEARCH_ENGINE_WGMMA_TYPES(...)                    \
   RESEARCH_ENGINE_WGMMA(__nv_bfloat16, "bf16", __VA_ARGS__) \
   RESEARCH_ENGINE_WGMMA(__half, "f16", __VA_ARGS__)
-RESEARCH_ENGINE_WGMMA_TYPES(16, RESEARCH_ENGINE_R8, RESEARCH_ENGINE_D8, "%8", "%9", "%10", "%11", "%12")
 RESEARCH_ENGINE_WGMMA_TYPES(32, RESEARCH_ENGINE_R16, RESEARCH_ENGINE_D16, "%16", "%17", "%18", "%19", "%20")
 RESEARCH_ENGINE_WGMMA_TYPES(48, RESEARCH_ENGINE_R24, RESEARCH_ENGINE_D24, "%24", "%25", "%26", "%27", "%28")
 RESEARCH_ENGINE_WGMMA_TYPES(64, RESEARCH_ENGINE_R32A, RESEARCH_ENGINE_D32, "%32", "%33", "%34", "%35", "%36")
@@ -103,7 +100,6 @@ RESEARCH_ENGINE_WGMMA_TYPES(256, RESEARCH_ENGINE_R32A RESEARCH_ENGINE_R32B RESEA
 #undef RESEARCH_ENGINE_D32
 #undef RESEARCH_ENGINE_D24
 #undef RESEARCH_ENGINE_D16
-#undef RESEARCH_ENGINE_D8
 #undef RESEARCH_ENGINE_F32
 #undef RESEARCH_ENGINE_F8
 #undef RESEARCH_ENGINE_R32D
@@ -112,7 +108,6 @@ RESEARCH_ENGINE_WGMMA_TYPES(256, RESEARCH_ENGINE_R32A RESEARCH_ENGINE_R32B RESEA
 #undef RESEARCH_ENGINE_R32A
 #undef RESEARCH_ENGINE_R24
 #undef RESEARCH_ENGINE_R16
-#undef RESEARCH_ENGINE_R8
 
 // Orders register and shared-memory writes of this warpgroup before the products that follow.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -221,6 +216,10 @@ __device__ __forceinline__ void tensor_copy(uint32_t destination, const CUtensor
           destination),
       "l"(map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
       : "memory");
+}
+// Into L2 alone.
+__device__ __forceinline__ void prefetch_tensor(const CUtensorMap* map, int x0, int x1) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x0), "r"(x1) : "memory");
 }
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

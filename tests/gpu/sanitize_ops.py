@@ -254,7 +254,7 @@ def others(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
                 f"quantized_matmul {kind} K={5 * d // 32 * 32}",
                 partial(check_quantized, device, dtype, kind, 300, 5 * (d // 32 * 32), 5, 11),
             )
-        for rows in (1, 8, 13):
+        for rows in (1, 8, 13, 50):
             for n, k in ((24, 8), (300, 5 * d // 8 * 8), (70, 14336)):
                 yield (
                     f"skinny_gemm {rows} x {n} x {k} gated={d == 46}",

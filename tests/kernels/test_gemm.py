@@ -59,7 +59,7 @@ def test_products_equal_the_oracle(device: str, data: st.DataObject, tokens: int
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("rows", [3, 7, 9, 16])
+@pytest.mark.parametrize("rows", [3, 7, 9, 16, 17, 40, 64])
 def test_a_row_does_not_depend_on_the_rows_beside_it(device: str, rows: int, gated: bool) -> None:
     dtype, k = DTYPES[device][0], 14336  # some of these take clusters on a GPU
     x, weight = embedded(rows, k, dtype, device, 0), embedded(96, k, dtype, device, 1, k**-0.5)
@@ -74,11 +74,14 @@ def test_a_row_does_not_depend_on_how_many_there_are(device: str, k: int, gated:
     dtype = DTYPES[device][0]
     x, weight = embedded(MAX_ROWS, k, dtype, device, 0), embedded(96, k, dtype, device, 1, k**-0.5)
     together = kernels.skinny_gemm(x, weight, gated=gated)
-    for first, last in ((0, 1), (3, 4), (5, 13), (7, 16), (0, 9)):
+    for first, last in ((0, 9), (7, 16), (5, 21), (30, 62), (2, 50)):
         assert torch.equal(kernels.skinny_gemm(x[first:last], weight, gated=gated), together[first:last])
+    few = kernels.skinny_gemm(x[:8], weight, gated=gated)  # another kernel on a GPU
+    for first, last in ((0, 1), (3, 4), (2, 7)):
+        assert torch.equal(kernels.skinny_gemm(x[first:last], weight, gated=gated), few[first:last])
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 9, 16])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 33, 64])
 def test_a_row_of_nan_stays_alone(device: str, tokens: int) -> None:
     dtype = DTYPES[device][0]
     x, weight = embedded(tokens, 200, dtype, device, 0), embedded(50, 200, dtype, device, 1)
@@ -101,14 +104,15 @@ def test_gated_is_silu_and_mul_of_the_product(device: str) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=2e-6, atol=1e-6)
 
 
-def test_a_captured_graph_takes_the_rows_of_its_replay(device: str) -> None:
+@pytest.mark.parametrize("rows", [6, 24, 64])
+def test_a_captured_graph_takes_the_rows_of_its_replay(device: str, rows: int) -> None:
     if device == "cpu":
         pytest.skip("graphs are CUDA's")
 
     def matrix(rows: int, columns: int, seed: int) -> torch.Tensor:
         return embedded(rows, columns, torch.bfloat16, device, seed, columns**-0.5)
 
-    x, out, scale = torch.zeros_like(matrix(6, 512, 0)), matrix(6, 512, 0), matrix(1, 512, 1)[0].clone()
+    x, out, scale = torch.zeros_like(matrix(rows, 512, 0)), matrix(rows, 512, 0), matrix(1, 512, 1)[0].clone()
     into, back = matrix(4096, 512, 2), matrix(512, 2048, 3)
 
     def chain(overlap: bool) -> torch.Tensor:
@@ -126,7 +130,7 @@ def test_a_captured_graph_takes_the_rows_of_its_replay(device: str) -> None:
     with torch.cuda.graph(graph):
         out.copy_(chain(True))
     for seed in range(20):
-        x.copy_(matrix(6, 512, seed))
+        x.copy_(matrix(rows, 512, seed))
         graph.replay()
         assert torch.equal(out, chain(False))
 
@@ -134,7 +138,7 @@ def test_a_captured_graph_takes_the_rows_of_its_replay(device: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "words"),
     [
-        ((torch.ones(17, 8), torch.ones(4, 8)), {}, ValueError, "x: shape .17, 8.*at most 16"),
+        ((torch.ones(65, 8), torch.ones(4, 8)), {}, ValueError, "x: shape .65, 8.*at most 64"),
         ((torch.ones(2, 12), torch.ones(4, 12)), {}, ValueError, "K a multiple of 8"),
         ((torch.ones(2, 8), torch.ones(4, 16)), {}, ValueError, "weight: .*K = 8"),
         ((torch.ones(2, 8), torch.ones(3, 8)), {"gated": True}, ValueError, "N has to be even"),
