@@ -34,10 +34,10 @@ struct Device {
   int clusters[std::size(kClusterSizes)] = {};  // that it holds at a time, a block a multiprocessor
 
   explicit Device(int device) {
-    int major = 0, minor = 0;
-    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), kOp);
-    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), kOp);
-    has_kernel = major == 9 && minor == 0;
+    const auto kernel = &skinny_gemm_wgmma_kernel<__nv_bfloat16, Shape<32, 2>>;
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, kernel), kOp);
+    has_kernel = attributes.maxThreadsPerBlock >= kThreads;
     if (!has_kernel) return;
     int of_all = 0, reserved = 0;
     check(cudaDeviceGetAttribute(&shared_bytes[1], cudaDevAttrMaxSharedMemoryPerBlockOptin, device), kOp);
@@ -46,8 +46,7 @@ struct Device {
     for (int n = 2; n <= kMostNeighbours; ++n) shared_bytes[n] = of_all / n - reserved;
     check(cudaDeviceGetAttribute(&clusters[0], cudaDevAttrMultiProcessorCount, device), kOp);
     for (size_t i = 1; i < std::size(kClusterSizes); ++i) {
-      clusters[i] = active_clusters(kOp, &skinny_gemm_wgmma_kernel<__nv_bfloat16, Shape<32, 2>>,
-                                    {kClusterSizes[i], kThreads, shared_bytes[1], kClusterSizes[i]});
+      clusters[i] = active_clusters(kOp, kernel, {kClusterSizes[i], kThreads, shared_bytes[1], kClusterSizes[i]});
     }
   }
 };

@@ -355,9 +355,9 @@ template <typename T, typename S> __device__ __forceinline__ void run_block(cons
   }
 }
 
-// Only sm_90a has these instructions: for other targets the kernel is empty, and the launcher never starts it there.
+// Only sm_90a has these instructions. For other targets the kernel is empty and takes a warp alone, by which the launcher knows it.
 template <typename T, typename S>
-__global__ void __launch_bounds__(kThreads, 1) skinny_gemm_wgmma_kernel(const __grid_constant__ AfterPredecessor<Params> after) {
+__global__ void __launch_bounds__(kHasWgmma ? kThreads : 32, 1) skinny_gemm_wgmma_kernel(const __grid_constant__ AfterPredecessor<Params> after) {
   if constexpr (kHasWgmma) run_block<T, S>(after);
 }
 
