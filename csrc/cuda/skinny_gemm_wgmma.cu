@@ -125,11 +125,10 @@ void launch_wgmma(const SkinnyGemm& args, const WgmmaPlan& plan, Stream stream) 
     p.stages = static_cast<int>(std::min<int64_t>({kMostStages, left / S::kStageBytes, plan.stages > 0 ? plan.stages : kMostStages}));
     p.prefetched = plan.prefetched;
     const LaunchShape launch{blocks, kThreads, shared_bytes<S>(p.stages, p.cluster_size), p.cluster_size, args.overlap};
-    if (args.x.dtype == DType::bf16) {
-      launch_after(kOp, &skinny_gemm_wgmma_kernel<__nv_bfloat16, S>, launch, stream, p);
-    } else {
-      launch_after(kOp, &skinny_gemm_wgmma_kernel<__half, S>, launch, stream, p);
-    }
+    const auto kernel = args.x.dtype == DType::bf16 ? &skinny_gemm_wgmma_kernel<__nv_bfloat16, S> : &skinny_gemm_wgmma_kernel<__half, S>;
+    // Else a multiprocessor may be set up for one block, and the next kernel's has no room beside it.
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared), kOp);
+    launch_after(kOp, kernel, launch, stream, p);
   });
 }
 
