@@ -63,7 +63,9 @@ const Device& device_of(int ordinal) {
   return *found;
 }
 
-int count_tiles(int64_t columns, bool gated, int units) { return static_cast<int>(ceil_div(columns, gated ? kUnitRows : units * kUnitRows)); }
+int count_tiles(int64_t columns, bool gated, int units) {
+  return static_cast<int>(ceil_div(columns, gated ? kUnitRows : units * kUnitRows));
+}
 
 }  // namespace
 

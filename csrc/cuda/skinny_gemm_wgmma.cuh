@@ -68,7 +68,9 @@ template <typename S> constexpr int64_t shared_bytes(int stages, int cluster_siz
 }
 
 // This block's steps of the depth.
-__device__ __forceinline__ int first_step(const Params& p, int rank) { return static_cast<int>(static_cast<int64_t>(p.depth_steps) * rank / p.cluster_size); }
+__device__ __forceinline__ int first_step(const Params& p, int rank) {
+  return static_cast<int>(static_cast<int64_t>(p.depth_steps) * rank / p.cluster_size);
+}
 
 struct Place {
   int slot = 0;
@@ -137,7 +139,9 @@ template <typename S> class Producer {
     const uint32_t barrier = full_ + 8 * slot, target = ring_ + slot * S::kStageBytes;
     mbarrier_arrive_expect(barrier, S::kStageBytes);
 #pragma unroll
-    for (int u = 0; u < S::kUnits; ++u) tensor_copy(target + u * kUnitBytes, &p_.weight, barrier, walk.step * kDepth, row_of(walk, u), policy_);
+    for (int u = 0; u < S::kUnits; ++u) {
+      tensor_copy(target + u * kUnitBytes, &p_.weight, barrier, walk.step * kDepth, row_of(walk, u), policy_);
+    }
   }
 
   const Params& p_;
@@ -305,7 +309,9 @@ template <typename T, typename S> class Consumer {
     }
   }
 
-  __device__ __forceinline__ float bias(int n) const { return p_.bias == nullptr ? 0.0f : to_float(reinterpret_cast<const T*>(p_.bias)[n]); }
+  __device__ __forceinline__ float bias(int n) const {
+    return p_.bias == nullptr ? 0.0f : to_float(reinterpret_cast<const T*>(p_.bias)[n]);
+  }
 
   __device__ __forceinline__ void store(int token, int column, float value) const {
     if (token >= p_.tokens) return;
@@ -357,7 +363,8 @@ template <typename T, typename S> __device__ __forceinline__ void run_block(cons
 
 // Only sm_90a has these instructions. For other targets the kernel is empty and takes a warp alone, by which the launcher knows it.
 template <typename T, typename S>
-__global__ void __launch_bounds__(kHasWgmma ? kThreads : 32, 1) skinny_gemm_wgmma_kernel(const __grid_constant__ AfterPredecessor<Params> after) {
+__global__ void __launch_bounds__(kHasWgmma ? kThreads : 32, 1)
+    skinny_gemm_wgmma_kernel(const __grid_constant__ AfterPredecessor<Params> after) {
   if constexpr (kHasWgmma) run_block<T, S>(after);
 }
 
