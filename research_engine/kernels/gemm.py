@@ -24,8 +24,8 @@ def skinny_gemm(
 ) -> torch.Tensor:
     """`x W^T + bias` for at most 64 rows of x; sums are float32 and rounded once.
 
-    A row's bits do not depend on the other rows. On their number they depend on a GPU alone: up to 8 rows and more take
-    different kernels there, and up to 16 rows (of sm_90 up to 8) a thread block has to hold all of x, else several share K.
+    A row's bits do not depend on the other rows. On their number they depend on a GPU alone: on sm_90, more than 8 rows
+    take another kernel, and the one for few rows shares K between thread blocks where one does not hold all of x.
 
     Args:
         x: `[T, K]`, T at most 64, K a multiple of 8, rows contiguous at any stride that is a multiple of 16 bytes.

@@ -9,8 +9,8 @@ float32, 2 cores of an AMD EPYC (Zen 4), SmolLM2-135M's shapes, microseconds of 
     [49152, 576]    19849 -> 6031    -
 The kernel that serves F.linear reorders the weight in every call, which at few rows costs more than the product.
 
-On a GPU up to 64 rows of 16-bit floats, a decode step's (up to 16 before Hopper), take `kernels.skinny_gemm`; more take the
-library's product.
+On a GPU up to 64 rows of 16-bit floats, a decode step's (up to 16 before Hopper), take `kernels.skinny_gemm`; more take
+the library's product.
 """
 
 from __future__ import annotations
