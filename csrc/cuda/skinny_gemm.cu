@@ -96,7 +96,7 @@ void skinny_gemm(const SkinnyGemm& args, Stream stream) {
     throw std::invalid_argument("skinny_gemm: rows of x and weight have to be aligned to 16 bytes");
   }
   const DeviceGuard guard(args.x.device, kOp);
-  if (tokens >= kWgmmaRows && wgmma_available(args.x.device)) {
+  if (tokens >= kWgmmaRows && wgmma_takes(args)) {
     return launch_wgmma(args, plan_wgmma(columns, args.x.shape[1], args.gated, args.x.device), stream);
   }
   const Device& device = device_of(args.x.device);

@@ -21,6 +21,7 @@ struct WgmmaPlan {
 };
 
 bool wgmma_available(int device);
+bool wgmma_takes(const SkinnyGemm& args);  // up to kMostWgmmaRows rows aligned to 16 bytes
 // `columns` are of out.
 WgmmaPlan plan_wgmma(int64_t columns, int64_t depth, bool gated, int device);
 void launch_wgmma(const SkinnyGemm& args, const WgmmaPlan& plan, Stream stream);

@@ -74,6 +74,13 @@ bool wgmma_available(int device) {
   return device_of(device).has_kernel;
 }
 
+bool wgmma_takes(const SkinnyGemm& args) {
+  const auto expressible = [](const TensorView& matrix) {  // by a tensor map: rows apart, and not too far
+    return matrix.shape[0] <= 1 || (matrix.strides[0] >= matrix.shape[1] && matrix.strides[0] < int64_t{1} << 39);
+  };
+  return wgmma_available(args.x.device) && expressible(args.x) && expressible(args.weight);
+}
+
 // Of the ways to deal the weight out to the clusters the one whose blocks have least to do: in steps of a unit, with what a step has
 // beside W's bytes and what the cluster's meetings take. Neither the rows of x nor anything but the weight's shape decides.
 WgmmaPlan plan_wgmma(int64_t columns, int64_t depth, bool gated, int ordinal) {

@@ -95,6 +95,15 @@ def test_a_row_of_nan_stays_alone(device: str, tokens: int) -> None:
     assert torch.equal(out[:-1, others], clean[:-1, others])
 
 
+@pytest.mark.parametrize("tokens", [5, 20])
+def test_rows_may_be_one_and_the_same(device: str, tokens: int) -> None:
+    dtype = DTYPES[device][0]
+    row, weight = embedded(1, 200, dtype, device, 0), embedded(50, 200, dtype, device, 1)
+    x = row.expand(tokens, -1)
+    assert x.stride(0) == 0
+    assert_close(kernels.skinny_gemm(x, weight), x, weight, None, False)
+
+
 def test_gated_is_silu_and_mul_of_the_product(device: str) -> None:
     dtype = DTYPES[device][0]
     x, weight = embedded(5, 64, dtype, device, 0), embedded(40, 64, dtype, device, 1)
