@@ -308,12 +308,13 @@ QuantizedWeight quantized_weight(py::handle weight, py::handle scales, py::handl
   return {view(weight), view(scales), view(zeros), view(offsets), static_cast<QuantizedKind>(kind), group_size};
 }
 
-void quantized_matmul(py::handle x, py::handle weight, py::handle scales, py::handle zeros, py::handle offsets, py::handle out,
-                      py::handle workspace, int kind, int64_t group_size, uintptr_t stream_address) {
-  const QuantizedMatmul args{view(x), view(out), quantized_weight(weight, scales, zeros, offsets, kind, group_size), view(workspace)};
+void quantized_matmul(py::handle x, py::handle weight, py::handle scales, py::handle zeros, py::handle offsets, py::handle bias,
+                      py::handle out, py::handle workspace, int kind, int64_t group_size, bool overlap, uintptr_t stream_address) {
+  const QuantizedMatmul args{view(x), view(out), quantized_weight(weight, scales, zeros, offsets, kind, group_size), view(bias),
+                             view(workspace), overlap};
   const QuantizedWeight& w = args.weight;
   require_one_device({{"x", args.x}, {"weight", w.weight}, {"scales", w.scales}, {"zeros", w.zeros}, {"offsets", w.offsets},
-                      {"out", args.out}, {"workspace", args.workspace}});
+                      {"bias", args.bias}, {"out", args.out}, {"workspace", args.workspace}});
   RESEARCH_ENGINE_DISPATCH(args.x, cpu::quantized_matmul(args), cuda::quantized_matmul(args, stream));
 }
 

@@ -11,11 +11,13 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
+from yaml import MarkedYAMLError
 
 from experiments.experiment import Experiment, is_level, label_of
 from experiments.kernel_settings import KernelSettings
 from experiments.settings import Settings, nearest_first
 from experiments.workloads import WorkloadSettings
+from experiments.yaml_text import read_yaml, value_of
 from research_engine.engine.config import OnFault
 from research_engine.engine.reservation import Reservation
 
@@ -39,7 +41,7 @@ class SLOSettings(Settings):
 SIMULATED_BATCHED_TOKENS = 8192
 """Tokens a step of a simulation that names none: as a real GPU gets."""
 
-OF_REAL_ENGINES = ("weight_packing", "kv_cache_dtype", "overlap", "batch_invariant", "enforce_eager")
+OF_REAL_ENGINES = ("weight_packing", "kv_cache_dtype", "batch_invariant", "enforce_eager")
 """Options that a simulation refuses, since its cost models do not know them."""
 
 
@@ -47,7 +49,9 @@ class TrialSettings(Settings):
     """All that decides a trial but its seed: the options of an engine, named as in `EngineOptions`, and a workload.
 
     Args:
-        model ... enforce_eager: see `research_engine.options.EngineOptions`; None takes its default.
+        model ... enforce_eager: see `research_engine.options.EngineOptions`; None takes its default. In a simulation
+            overlap = None does as the engine did that the profile is of; on a roofline, whose host time is a guess, no
+            step is scheduled ahead.
         executor: "simulated" computes nothing: steps take the time that a cost model gives them, on a virtual clock.
         gpu: of a simulation: a sheet out of `simulation.gpu_sheet.available_sheets()`, or the path of a .json one.
         cost_model: of a simulation: "roofline" of `gpu`, or "profiled:FILE", a profile by `research-engine profile`, or
@@ -169,11 +173,11 @@ class Origin:
 
 def _read(text: str, origin: Origin) -> dict[str, Any]:
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
-        raise ConfigError(f"{origin.file}{line}: no YAML: {error.problem or error.context}") from error
+        node, data = read_yaml(text)
+    except yaml.YAMLError as error:
+        mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
+        line = "" if mark is None else f", line {mark.line + 1}"
+        raise ConfigError(f"{origin.file}{line}: no YAML: {_problem(error)}") from error
     if node is None or not isinstance(data, dict):
         raise ConfigError(f"{origin.file}: must be a mapping with {', '.join(Experiment.model_fields)}")
     for path, number in _keys(node, ()):
@@ -184,10 +188,16 @@ def _read(text: str, origin: Origin) -> dict[str, Any]:
     return data
 
 
+def _problem(error: yaml.YAMLError) -> str:
+    """What is wrong, without the place."""
+    told = (error.problem or error.context) if isinstance(error, MarkedYAMLError) else None
+    return told or str(error)
+
+
 def _keys(node: yaml.Node, path: KeyPath) -> Iterator[tuple[KeyPath, int]]:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            name = yaml.safe_load(yaml.serialize(key)) if isinstance(key, yaml.ScalarNode) else str(key)
+            name = value_of(key) if isinstance(key, yaml.ScalarNode) else str(key)
             yield (*path, name), key.start_mark.line + 1
             yield from _keys(value, (*path, name))
     elif isinstance(node, yaml.SequenceNode):
@@ -259,9 +269,9 @@ def _override(raw: dict[str, Any], word: str, origin: Origin) -> None:
     if not equals or not key:
         raise ConfigError(f"{word!r}: expected key=value, such as workload.arrivals.rate=2")
     try:
-        value = yaml.safe_load(text)
+        _, value = read_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{word!r}: the value is no YAML: {error}") from error
+        raise ConfigError(f"{word!r}: the value is no YAML: {_problem(error)}") from error
     factors = raw.get("factors") or {}
     head, _, rest = key.partition(".")
     if key in factors or (head == "factors" and rest):
@@ -346,14 +356,18 @@ def _check_schedulers(cells: Sequence[Cell], origin: Origin) -> None:
         settings = cell.settings
         if not isinstance(settings, TrialSettings):
             continue
+        paths: list[KeyPath] = [("factors", "scheduler"), ("base", "scheduler")]
         try:
-            schedulers.create(settings.scheduler, **settings.scheduler_params)
+            policy = schedulers.create(settings.scheduler, **settings.scheduler_params)
         except ValueError as error:
-            paths: list[KeyPath] = [("factors", "scheduler"), ("base", "scheduler")]
             if not str(error).startswith("no "):  # the policy is there; its parameters are at fault
                 paths = [*(("base", "scheduler_params", key) for key in settings.scheduler_params), *paths]
             where = next((origin.lines[path] for path in paths if path in origin.lines), origin.file)
             raise ConfigError(f"{where}: {error}") from error
+        # an engine would say so when its trial begins
+        if getattr(policy, "preemption", None) == "swap" and not (settings.num_host_blocks or settings.swap_space):
+            rule = "preemption = 'swap' needs host blocks: set swap_space (GiB) or num_host_blocks"
+            raise ConfigError(f"{origin.file}: {cell.label}: {rule}")
 
 
 def _explain(
@@ -373,10 +387,12 @@ def _explain(
             message = f"no such value; {nearest_first(str(value), re.findall(QUOTED, context['expected_tags']))}"
         elif problem["type"] == "literal_error":
             message = f"no such value; {nearest_first(str(value), re.findall(QUOTED, context['expected']))}"
+        shown = "" if isinstance(value, (dict, list)) else f" = {value!r}"
+        name = "" if problem["type"] == "unknown_key" or not path else f"{'.'.join(map(str, path))}{shown}: "
+        if not path:  # a rule about several keys; its message begins with the one at fault
+            path = tuple(re.split(r"[^\w.]", message, maxsplit=1)[0].split("."))
         place = next((at for key, at in (places or {}).items() if _is_within(path, key)), None)
         place = place or origin.of((*prefix, *path))
-        shown = "" if isinstance(value, (dict, list)) else f" = {value!r}"
-        name = "" if problem["type"] == "unknown_key" else f"{'.'.join(map(str, path))}{shown}: "
         lines.append(f"{place}: {name}{message}")
     return "\n".join(lines)
 

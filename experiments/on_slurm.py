@@ -14,6 +14,7 @@ from experiments.launcher import Events, Failure
 from experiments.plan import Trial
 from experiments.storage import read_summary
 from experiments.trial_runner import TrialRunner
+from experiments.yaml_text import read_yaml
 
 _LOOK_EVERY = 2.0  # seconds between two looks at the queue
 
@@ -45,7 +46,10 @@ class SlurmArray:
             key, equals, value = word.partition("=")
             if not equals:
                 raise ConfigError(f"--slurm: {word!r}: expected key=value, such as slurm_partition=gpu")
-            given[key] = yaml.safe_load(value)
+            try:
+                _, given[key] = read_yaml(value)
+            except yaml.YAMLError as error:
+                raise ConfigError(f"--slurm: {word!r}: the value is no YAML: {error}") from error
         return cls(str(given.pop("cluster", "slurm")), given)
 
     def check(self, trials: Sequence[Trial], events: Events) -> None:

@@ -105,13 +105,18 @@ class _Worker:
         ours, theirs = context.Pipe()
         threads = max(1, usable_cores() // jobs) if jobs > 1 else None
         process = context.Process(target=_work, args=(theirs, threads), daemon=True)
-        process.start()
+        # Ctrl-C is the parent's affair from the process's first moment on; one that comes meanwhile waits here
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()  # so that the line breaks when the process dies
         return cls(process, ours)
 
     def start(self, trial: Trial, directory: Path) -> None:
         self.trial = trial
-        with suppress(BrokenPipeError):  # it has just died; the broken line will tell
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has just died; the broken line will tell
             self.connection.send(("run", trial, directory))
 
     def receive(self) -> tuple[Any, ...]:
@@ -151,6 +156,7 @@ def _pass_on(kind: str, content: list[Any], events: Events) -> None:
 def _work(connection: Connection, threads: int | None) -> None:
     """The process: answers until the line breaks. Ctrl-C is the parent's affair."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if threads is not None:  # before torch and the kernels read it
         os.environ["OMP_NUM_THREADS"] = str(threads)
 
@@ -161,14 +167,14 @@ def _work(connection: Connection, threads: int | None) -> None:
     while True:
         try:
             kind, *content = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # the parent has ended, perhaps in the middle of a message
             return
         try:
             if kind == "check":
                 connection.send(_checked(runner, content[0]))
             else:
                 connection.send(_run(runner, *content))
-        except BrokenPipeError:
+        except (BrokenPipeError, ConnectionResetError):
             return
 
 

@@ -68,6 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.explain:
         options.words.append("explain=true")
 
+    try:
+        return _answer(options)
+    except KeyboardInterrupt:
+        print("\nstopped; what had finished is kept", file=sys.stderr)
+        return 130
+
+
+def _answer(options: argparse.Namespace) -> int:
+    """What was asked for, mistakes told in words; returns the exit code."""
     from rich.console import Console
 
     from experiments.config import ConfigError
@@ -81,9 +90,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.list:
             return _list()
         return _run(options, console)
-    except KeyboardInterrupt:
-        print("\nstopped; what had finished is kept", file=sys.stderr)
-        return 130
     except OSError as error:  # no such place, no permission, no space
         print(f"error: {error}; trials that had finished are kept", file=sys.stderr)
         return 2

@@ -92,6 +92,7 @@ class SimulatedBackend:
     def _config(self, settings: TrialSettings, seed: int) -> EngineConfig:
         from research_engine.engine.config import EngineConfig
         from research_engine.simulation.build import bytes_per_element, kv_blocks_of
+        from research_engine.simulation.profiled import ProfiledCost
 
         assert self._model is not None
         block_bytes = self.bytes_per_block(settings)
@@ -118,6 +119,9 @@ class SimulatedBackend:
         host_blocks = settings.num_host_blocks
         if host_blocks is None:
             host_blocks = int(settings.swap_space * 2**30) // block_bytes
+        overlap = settings.overlap
+        if overlap is None:
+            overlap = isinstance(self._cost_model, ProfiledCost) and self._cost_model.profile.overlap
         longest = settings.max_model_len or self._model.max_position_embeddings
         num_blocks = min(num_blocks, settings.max_num_seqs * -(-longest // settings.block_size))
         return EngineConfig(
@@ -135,4 +139,5 @@ class SimulatedBackend:
             vocab_size=self._model.vocab_size,
             eos_token_ids=self._model.eos_token_ids,
             seed=seed,
+            overlap=overlap,
         )

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+_UNFINISHED = ".unfinished-"  # before the name of a file that is being written
+
 
 class InUseError(Exception):
     """Another process writes to the same run directory."""
@@ -31,7 +33,7 @@ def write_json(path: Path, value: Any) -> None:
 def write_with(path: Path, write: Callable[[Path], Any]) -> None:
     """Let `write` fill a file beside `path`, of the same suffix, and move it there when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=f"{_UNFINISHED}{path.stem}-", suffix=path.suffix, dir=path.parent)
     os.close(handle)
     temporary = Path(name)
     try:
@@ -86,7 +88,7 @@ def read_timing(directory: Path) -> float | None:
 
 @contextmanager
 def sole_writer(directory: Path) -> Iterator[None]:
-    """Holds a run directory, made if need be, for this process alone, and clears the trials that a killed one left.
+    """Holds a run directory, made if need be, for this process alone, and clears what a killed one left unfinished.
 
     Raises:
         InUseError: another process holds it.
@@ -103,6 +105,8 @@ def sole_writer(directory: Path) -> Iterator[None]:
         else:
             for left in directory.glob("trials/.*-seed*-*-*"):  # as new_directory names them
                 shutil.rmtree(left, ignore_errors=True)
+            for left in directory.glob(f"{_UNFINISHED}*"):
+                left.unlink(missing_ok=True)
         yield
     finally:
         os.close(handle)

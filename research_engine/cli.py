@@ -46,6 +46,9 @@ COMMANDS = {
     "bench latency": Command(
         "research_engine.bench.offline:latency", "time per output token and to the first, alone or beside vLLM"
     ),
+    "bench engine": Command(
+        "research_engine.bench.engine:main", "throughput, latency, energy and memory in one go, alone or beside vLLM"
+    ),
     "bench step": Command(
         "research_engine.bench.step:main", "where the time of a decode step goes, host and device, with a picture"
     ),

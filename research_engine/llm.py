@@ -23,10 +23,18 @@ from research_engine.engine.config import EngineConfig
 from research_engine.engine.contract import Clock, TokenLogprobs
 from research_engine.engine.engine import Engine
 from research_engine.engine.errors import PolicyError
+from research_engine.engine.overdue import overdue_calls_end
 from research_engine.engine.records import Records, RequestRecord
 from research_engine.engine.request import Request
 from research_engine.engine.sampling_params import SamplingParams
-from research_engine.options import EngineOptions, OptionError, choose_device, choose_dtype, choose_kv_cache_dtype
+from research_engine.options import (
+    QUANTIZATIONS,
+    EngineOptions,
+    OptionError,
+    choose_device,
+    choose_dtype,
+    choose_kv_cache_dtype,
+)
 from research_engine.outputs import (
     CompletionOutput,
     EmbeddingRequestOutput,
@@ -77,6 +85,10 @@ def load(options: EngineOptions, *, progress: bool = True) -> LoadedModel:
     if options.max_model_len is not None and options.max_model_len > config.max_position_embeddings:
         most = config.max_position_embeddings
         raise OptionError(f"max_model_len = {options.max_model_len}: {options.model} has {most} positions at most")
+    stored = "gguf" if source.format == "gguf" else config.quantization and config.quantization.method
+    if options.quantization is not None and stored not in QUANTIZATIONS[options.quantization]:
+        what = f"{options.model} has {f'{stored} weights' if stored else 'weights that are not quantised'}"
+        raise OptionError(f"quantization = {options.quantization!r}: {what}, and loading quantises none")
     tokenizer = None
     if not options.skip_tokenizer_init:
         tokenizer = loading.load_tokenizer(source, trust_remote_code=options.trust_remote_code)
@@ -129,7 +141,10 @@ def build_engine(
         budget = _token_budget(options, loaded.model.device)
         return build_embedding_engine(options, loaded, scheduler, token_budget=budget, clock=clock, records=records)
     model, tokenizer = loaded.model, loaded.tokenizer
-    plan = _measure_memory(options, loaded)
+    eager = _is_eager(options, model)
+    budget = _token_budget(options, model.device)
+    token_sizes = [] if eager else token_ladder(budget, loaded.config.num_parameters)
+    plan = _measure_memory(options, loaded, token_sizes)
     room = None if plan is None else plan.room
     config = engine_config(options, loaded.config, model.device, model.dtype, tokenizer, room=room)
     LOG.info(
@@ -140,14 +155,14 @@ def build_engine(
         raise OptionError(
             "the scheduler's preemption = 'swap' needs host blocks: set swap_space (GiB) or num_host_blocks"
         )
-    eager = options.enforce_eager or model.device.type != "cuda"
     try:
         executor = TorchExecutor(
             model,
             config,
             cache_dtype=choose_kv_cache_dtype(options.kv_cache_dtype, model.dtype),
             graph_sizes=[] if eager else ladder(config.max_num_seqs),
-            token_sizes=[] if eager else token_ladder(config, loaded.config.num_parameters),
+            token_sizes=token_sizes,
+            memory_plan=plan,
         )
         executor.capture(lambda done, count: LOG.info("CUDA graphs: %d of %d captured", done, count))
     except RuntimeError as error:  # what torch raises when memory is short, on a CPU and on a GPU
@@ -221,12 +236,20 @@ def engine_config(
     )
 
 
+def _is_eager(options: EngineOptions, model: Decoder | TransformersDecoder) -> bool:
+    """Whether steps are launched kernel by kernel: where there are no CUDA graphs, or they are unwanted."""
+    return options.enforce_eager or model.device.type != "cuda" or not model.capturable
+
+
 def _token_budget(options: EngineOptions, device: torch.device) -> int:
     return options.max_num_batched_tokens or (2048 if device.type == "cpu" else 8192)
 
 
-def _measure_memory(options: EngineOptions, loaded: LoadedModel) -> MemoryPlan | None:
+def _measure_memory(options: EngineOptions, loaded: LoadedModel, token_sizes: Sequence[int]) -> MemoryPlan | None:
     """Where a GPU's memory goes, when the options leave the KV cache what the rest does not need.
+
+    Args:
+        token_sizes: steps with prompts that will be CUDA graphs, by their tokens.
 
     Raises:
         OptionError: it holds no request of max_model_len; with the numbers and what to try.
@@ -247,7 +270,8 @@ def _measure_memory(options: EngineOptions, loaded: LoadedModel) -> MemoryPlan |
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=_token_budget(options, model.device),
-        graphs=not options.enforce_eager,
+        graphs=not _is_eager(options, model),
+        token_graphs=max(token_sizes, default=0),
     )
     for name, size in plan.parts().items():
         LOG.info("memory: %s %.2f GiB", name, size / GIB)
@@ -312,6 +336,8 @@ class LLM:
 
         Raises:
             ValueError: a prompt or its parameters can never be served; raised before anything runs.
+            PolicyError: the policy broke a rule, raised, took longer than `schedule_limit`, or does not come back at
+                all, of which the last is noticed in the main thread alone. All requests of this call are aborted.
             KeyboardInterrupt: Ctrl-C, after the step in progress (at once when pressed twice); all requests of this
                 call are aborted, and the engine stays usable.
         """
@@ -377,6 +403,7 @@ class LLM:
         many = self._many(texts)
         resolved = self._resolve_all(many, self._embedder.max_tokens if truncate else None)
         with (
+            overdue_calls_end(self.engine),
             _progress_bar(len(many), enabled=use_tqdm) as advance,
             _interrupts_between_steps() as check_interrupt,
         ):
@@ -452,14 +479,15 @@ class LLM:
         self._num_calls += 1
         groups: list[list[_Draft]] = []
         try:
-            for index, ((_, ids), sampling) in enumerate(zip(prompts, params, strict=True)):
-                added = self.engine.add_request(f"{self._num_calls}-{index}", ids, sampling)
-                groups.append([_Draft(request) for request in added])
-            with (
-                _progress_bar(len(groups), enabled=use_tqdm) as advance,
-                _interrupts_between_steps() as check_interrupt,
-            ):
-                self._serve(groups, advance, check_interrupt)
+            with overdue_calls_end(self.engine):
+                for index, ((_, ids), sampling) in enumerate(zip(prompts, params, strict=True)):
+                    added = self.engine.add_request(f"{self._num_calls}-{index}", ids, sampling)
+                    groups.append([_Draft(request) for request in added])
+                with (
+                    _progress_bar(len(groups), enabled=use_tqdm) as advance,
+                    _interrupts_between_steps() as check_interrupt,
+                ):
+                    self._serve(groups, advance, check_interrupt)
         except BaseException:
             for index in range(len(prompts)):  # the one whose arrival the policy failed at included
                 with suppress(PolicyError):  # of an event that fails again; the first error is the one to tell

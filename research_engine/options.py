@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+QUANTIZATIONS = {
+    "none": (None,), "awq": ("awq",), "gptq": ("gptq",), "awq_marlin": ("awq",), "gptq_marlin": ("gptq",),
+    "fp8": ("fp8",), "compressed-tensors": ("pack-quantized", "fp8"), "gguf": ("gguf",),
+}  # fmt: skip
+"""vLLM's word for how a checkpoint's weights are stored -> what that is called here."""
 WEIGHT_PACKINGS = ("auto", "packed", "dequantized")
 TASKS = ("auto", "generate", "embed")
 RUNNERS = {"auto": "auto", "generate": "generate", "pooling": "embed"}  # vLLM's word for a task
@@ -26,6 +31,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "int8")
 
 _KINDS: dict[str, tuple[Any, str]] = {
     "str": (str, "a text"),
+    "str | None": ((str, type(None)), "a text or None"),
     "bool": (bool, "True or False"),
     "bool | None": ((bool, type(None)), "True, False or None"),
     "int": (int, "an integer"),
@@ -69,6 +75,8 @@ class EngineOptions:
         seed: of dummy weights and of requests that bring none.
         skip_tokenizer_init: load no tokenizer; prompts are token ids, and no text is made.
         load_format: "dummy" fills the model with pseudo-random weights instead of its own.
+        quantization: refuse the model unless its weights are stored so: "awq", "gptq", "fp8", "compressed-tensors",
+            "gguf" or "none"; None takes them as they are. Nothing is quantised on loading.
         weight_packing: of quantised weights: "packed" multiplies them as they are stored, "dequantized" makes them
             floats when they are loaded; "auto" packs AWQ, GPTQ, fp8 and compressed-tensors and dequantises GGUF.
         kv_cache_dtype: "auto" is dtype; "fp8" ("fp8_e4m3") and "int8" take a byte an element, with a scale for every
@@ -111,6 +119,7 @@ class EngineOptions:
     seed: int = 0
     skip_tokenizer_init: bool = False
     load_format: str = "auto"
+    quantization: str | None = None
     weight_packing: str = "auto"
     kv_cache_dtype: str = "auto"
     task: str = "auto"
@@ -131,6 +140,8 @@ class EngineOptions:
             "weight_packing": WEIGHT_PACKINGS, "kv_cache_dtype": KV_CACHE_DTYPES, "task": TASKS,
             "runner": tuple(RUNNERS), "pooling": POOLINGS,
         }  # fmt: skip
+        if self.quantization is not None:
+            named["quantization"] = tuple(QUANTIZATIONS)
         for name, valid in named.items():
             value = getattr(self, name)
             if value not in valid:

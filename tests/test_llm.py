@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 
 import pytest
 
@@ -310,6 +311,35 @@ def test_a_policy_that_fails_in_an_event_leaves_no_request_behind(event, monkeyp
     with pytest.raises(PolicyError, match=f"{event} raised RuntimeError: boom"):
         llm.generate(PROMPTS, SamplingParams(max_tokens=3), use_tqdm=False)
     assert all_blocks_free(llm)
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals reach the main thread")
+def test_a_policy_that_never_comes_back_ends_the_call_and_leaves_the_engine_clean(llm, monkeypatch):
+    monkeypatch.setattr(llm.engine._policy, "patience", 0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.scheduler, "schedule", lambda view: threading.Event().wait())
+        with pytest.raises(PolicyError, match=r"schedule did not return within 0.5 s"):
+            llm.generate(PROMPTS, SamplingParams(max_tokens=3), use_tqdm=False)
+    assert all_blocks_free(llm)
+    assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=3), use_tqdm=False)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("model", "quantization", "rule"),
+    [("dummy:tiny", "awq", "dummy:tiny has weights that are not quantised, and loading quantises none"),
+     ("dummy:tiny-awq", "gptq", "quantization = 'gptq': dummy:tiny-awq has awq weights"),
+     ("dummy:tiny-awq", "none", "has awq weights"),
+     ("dummy:tiny", "awk", "quantization = 'awk': must be one of awq, ")],
+)  # fmt: skip
+def test_a_model_stored_otherwise_than_asked_for_is_refused(model, quantization, rule):
+    with pytest.raises(OptionError, match=rule):
+        LLM(model, quantization=quantization)
+
+
+@pytest.mark.parametrize(("model", "quantization"), [("dummy:tiny", "none"), ("dummy:tiny-awq", "awq_marlin")])
+def test_a_model_stored_as_asked_for_is_loaded(model, quantization):
+    made = LLM(model, quantization=quantization, num_blocks=16, max_model_len=64)
+    assert made.generate([[97]], SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids
 
 
 def test_parameters_must_be_one_or_one_for_each_prompt(llm):

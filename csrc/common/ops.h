@@ -70,7 +70,9 @@ struct QuantizedMatmul {
   TensorView x;    // [T, K], rows strided
   TensorView out;  // [T, N], rows strided
   QuantizedWeight weight;
+  TensorView bias;       // [N], of x's dtype, or none
   TensorView workspace;  // CUDA: float32, zero before the first use; see quantized_matmul_workspace
+  bool overlap = false;  // CUDA: may begin before kernels ahead of it end; none of them may write the weight
 };
 
 // S rows, V tokens of the vocabulary. Optional tensors may be none.
@@ -121,7 +123,7 @@ struct Sampling {
                         TensorView key_scale, TensorView value_scale STREAM_ARG);                                    \
   void silu_and_mul(TensorView x, TensorView out STREAM_ARG); /* [T, 2I] -> [T, I] */                                \
   void skinny_gemm(const SkinnyGemm& args STREAM_ARG); /* out = x W^T + bias */                                      \
-  void quantized_matmul(const QuantizedMatmul& args STREAM_ARG); /* out = x W^T */                                   \
+  void quantized_matmul(const QuantizedMatmul& args STREAM_ARG); /* out = x W^T + bias */                            \
   void dequantize_weight(const QuantizedWeight& weight, TensorView out STREAM_ARG); /* W as floats, [N, K] */        \
   void sample(const Sampling& args STREAM_ARG);                                                                      \
   /* the tokens [starts[r], ...) of every request out of the caches into key, value [T, Hkv, D], whose rows           \

@@ -58,6 +58,7 @@ struct Product {
   const float *scales, *offsets;
   const uint8_t* zeros;
   const float* group_sums;  // [T, K / g] of x, with offsets alone
+  const float* bias = nullptr;  // padded to whole tiles, or none
 
   Vec zero(int64_t group, int64_t column) const {
     if constexpr (kind == QuantizedKind::float8) return Vec{};
@@ -131,6 +132,8 @@ struct Product {
           const int64_t column = tile * kColumns + part;
           Vec totals[kRows][kVecs];
           some_rows(count, row, column, totals);
+          for (int r = 0; bias != nullptr && r < count; ++r)
+            for (int v = 0; v < kVecs; ++v) totals[r][v] += load(bias + column + v * kLanes);
           dispatch(out.dtype, [&](auto zero) {
             for (int r = 0; r < count; ++r) {
               auto* target = out.ptr<decltype(zero)>() + (row + r) * out.strides[0] + column;
@@ -216,8 +219,17 @@ void quantized_matmul(const QuantizedMatmul& args) {
       sums[i] = total;
     }
   }
+  static thread_local std::vector<float> bias;  // in float32, padded as the weight
+  bias.assign(args.bias ? args.weight.scales.shape[1] : 0, 0.0f);
+  if (args.bias) {
+    dispatch(args.bias.dtype, [&](auto zero) {
+      for (int64_t n = 0; n < args.out.shape[1]; ++n) bias[n] = to_float(args.bias.ptr<decltype(zero)>()[n]);
+    });
+  }
+  const float* added = args.bias ? bias.data() : nullptr;  // thread_local names are each thread's own
   with_product(args.weight, depth, [&](auto product) {
     product.x = x;
+    product.bias = added;
     product.tokens = tokens;
     product.group_sums = sums;
     product.run(args.out);

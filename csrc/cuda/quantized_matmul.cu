@@ -95,6 +95,7 @@ void quantized_matmul(const QuantizedMatmul& args, Stream stream) {
   MatmulParams p{};
   p.scales = w.scales.ptr<const char>();
   p.offsets = w.offsets.ptr<const char>();
+  p.bias = args.bias.ptr<const char>();
   p.weight = w.weight.ptr<const uint4>();
   p.zeros = w.zeros.ptr<const uint8_t>();
   p.x_stride = args.x.strides[0];
@@ -134,9 +135,9 @@ void quantized_matmul(const QuantizedMatmul& args, Stream stream) {
     p.out = args.out.ptr<char>() + 2 * row * p.out_stride;
     p.tokens = static_cast<int>(std::min(step, tokens - row));
     switch (w.kind) {
-      case QuantizedKind::int4: launch_quantized_matmul<QuantizedKind::int4>(p, args.x.dtype, stream); break;
-      case QuantizedKind::int8: launch_quantized_matmul<QuantizedKind::int8>(p, args.x.dtype, stream); break;
-      case QuantizedKind::float8: launch_quantized_matmul<QuantizedKind::float8>(p, args.x.dtype, stream); break;
+      case QuantizedKind::int4: launch_quantized_matmul<QuantizedKind::int4>(p, args.x.dtype, args.overlap, stream); break;
+      case QuantizedKind::int8: launch_quantized_matmul<QuantizedKind::int8>(p, args.x.dtype, args.overlap, stream); break;
+      case QuantizedKind::float8: launch_quantized_matmul<QuantizedKind::float8>(p, args.x.dtype, args.overlap, stream); break;
     }
   }
 }

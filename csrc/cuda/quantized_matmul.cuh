@@ -1,7 +1,7 @@
 // out = x W^T for few rows of x and a weight of 4 or 8 bits an element (W4A16, W8A16), on the tensor cores of sm_80 on.
 //
 // Computes   out[t, n] = sum over groups of scales[group, n] sum over k of x[t, k] (q[n, k] - zeros[group, n])
-//            (+ offsets[group, n] sum over k of x[t, k]); q an unsigned integer, or an e4m3 number without zeros.
+//            (+ offsets[group, n] sum over k of x[t, k]) (+ bias[n]); q an unsigned integer, or an e4m3 number without zeros.
 // Layout     x, out [T, .], rows strided, bfloat16 or float16. The weight lies in units of 16 KiB: 128 columns n by 256 (4 bits) or
 //            128 (8 bits) of depth k, in the order of
 //                n = 128 tile + 32 warp_n + 16 m + 8 half + row
@@ -16,7 +16,9 @@
 // Algorithm  1. W is the left operand: 16 columns n a product; 8 rows of x are its right one.
 //            2. The units of all tiles of columns lie in one line, tile after tile, which is dealt out in equal runs to two thread
 //               blocks a multiprocessor. Eight warps: four by columns (32 each), two by depth.
-//            3. A ring of kStages units in shared memory is filled by asynchronous copies, scales and x with them.
+//            3. A ring of 3 to 5 units in shared memory, as many as two blocks of a multiprocessor have room for, is filled by
+//               asynchronous copies, scales and x with them. Launched with overlap, the weight of its first units is on its
+//               way while kernels ahead still run; the x of these is loaded then, past the copies.
 //            4. Integers become 16-bit floats exactly: 4 bits under the exponent of 128 (float16: 1024), less 128 + zero; 8 bits
 //               through float32. Products are exact, sums float32, and the group's scale is applied to the sums.
 //            5. A run that holds all of a tile writes it. Otherwise its float32 sums go to the workspace, and whichever block
@@ -31,34 +33,42 @@
 
 #include "../common/cuda_dtype.h"
 #include "../common/cuda_launch.h"
+#include "launch.cuh"
 #include "mma.cuh"
 
 namespace research_engine::cuda {
 
 constexpr int kTileColumns = 128, kUnitBytes = 16384, kUnitVectors = kUnitBytes / 16;
-constexpr int kMatmulThreads = 256, kStages = 3, kBlocksPerMultiprocessor = 2;
+constexpr int kMatmulThreads = 256, kMostStages = 5, kBlocksPerMultiprocessor = 2;
 constexpr int kMatmulCounters = 16384;  // int32, at the begin of every workspace: what follows may hold anything
 
 constexpr int unit_depth(QuantizedKind kind) { return kind == QuantizedKind::int4 ? 256 : 128; }
 
 struct MatmulParams {
-  const char *x, *scales, *offsets;  // offsets and zeros may be null
+  const char *x, *scales, *offsets, *bias;  // offsets, bias and zeros may be null
   char* out;
   const uint4* weight;
   const uint8_t* zeros;
   int* counters;    // [token tiles, column tiles], at most kMatmulCounters, zero between launches
   float* partials;  // [token tiles, runs, 2, a tile's sums]
   int64_t x_stride, out_stride;  // in elements
-  int tokens, columns, depth, padded_columns;
+  int tokens, token_tiles, columns, depth, padded_columns;
   int group_size, groups, group_rows;  // group_rows: of a unit, at most
   int same_group;                      // parts, less one, that always are of one group: 0, 1 or 3
   bool aligned_groups;                 // every unit begins with a group, or is in one
   uint32_t group_inverse;              // 2^20 / (g / 32), rounded up: n * it >> 20 is n / (g / 32) for n < g / 32 + 8
   int units, runs;                     // units of a column tile; runs of a token tile
   int run_units, longer_runs;          // units of a run; so many of the first runs have one more
-  int stage_bytes;
+  int stages, stage_bytes;             // of the ring
   DType scale_dtype;
 };
+
+// Waits until a thread's oldest copies, a group a unit, have landed when so many of `stages` - 1 groups are to stay under way.
+__device__ inline void wait_oldest_unit(int stages) {
+  if (stages >= kMostStages) wait_copies<kMostStages - 2>();
+  else if (stages == 4) wait_copies<2>();
+  else wait_copies<1>();
+}
 
 __device__ inline float load_scale(const char* scales, int64_t index, DType dtype) {
   switch (dtype) {
@@ -144,11 +154,12 @@ __device__ inline int run_of(const MatmulParams& p, int unit) {
 }
 
 // Copies units, in the order of the line, and the parts of x and of the scales that go with each: into a stage, in the order
-// weight, x, scales, offsets, zeros. Every thread copies the four vectors of the weight that it will read.
+// weight, x, scales, offsets, zeros. Every thread copies the four vectors of the weight that it will read; scales, offsets and
+// zeros are copied by different warps.
 template <QuantizedKind kind, int kTokens>
 struct UnitCopies {
   static constexpr int kDepth = unit_depth(kind), kRowVectors = kDepth / 8, kRowBytes = 2 * kDepth + 64;
-  static constexpr int kRowsAtOnce = kMatmulThreads / kRowVectors;
+  static constexpr int kRowsAtOnce = kMatmulThreads / kRowVectors, kLoads = kRowsAtOnce < kTokens ? kTokens / kRowsAtOnce : 1;
 
   const MatmulParams& p;
   const uint4* weight;  // the next unit's, of this thread
@@ -156,7 +167,7 @@ struct UnitCopies {
   int rows;             // of x, from that row on
   int k;                // of that place
   uint32_t own_vector, own_x;  // offsets in a stage
-  int copying_rows;     // threads that copy scales, offsets and zeros
+  int group, into_group;       // of the next unit's begin; how far into the group it is, in depths of 32
   int tile, unit, left, stage = 0;
 
   __device__ UnitCopies(const MatmulParams& params, int begin, int end, int first_token)
@@ -168,59 +179,117 @@ struct UnitCopies {
     rows = row < kTokens ? p.tokens - first_token - row : 0;
     k = unit * kDepth + thread % kRowVectors * 8;
     x = p.x + 2 * ((first_token + row) * p.x_stride + k);
-    copying_rows = p.group_rows * (p.scale_dtype == DType::f32 ? 32 : 16);
+    group = unit * (kDepth / 32) / (p.group_size / 32);
+    into_group = unit * (kDepth / 32) % (p.group_size / 32);
   }
 
+  // The next unit with its x.
   __device__ void next(uint32_t ring) {
-    if (left-- > 0) {
-      copy(ring + stage * p.stage_bytes);
-      stage = stage + 1 == kStages ? 0 : stage + 1;
-      weight += kUnitVectors;
-      x += 2 * kDepth;
-      k += kDepth;
-      if (++unit == p.units) {
-        x -= 2 * kDepth * p.units;
-        k -= kDepth * p.units;
-        unit = 0;
-        ++tile;
-      }
+    if (left > 0) {
+      const uint32_t target = ring + stage * p.stage_bytes;
+      copy_constants(target);
+      for_each_x([&](int, int offset, const char* source, bool present) { copy_async_16(target + offset, source, present); });
+      advance();
     }
     commit_copies();  // also without copies, so that the groups count the units
   }
 
-  __device__ void copy(uint32_t target) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) copy_async_16(target + own_vector + 512 * i, weight + 32 * i, true);
-    const int present = k < p.depth ? rows : 0;
-#pragma unroll
-    for (int r = 0; r < kTokens; r += kRowsAtOnce) {  // zeros where there is no row, and past the depth
-      if (kRowsAtOnce > kTokens && threadIdx.x >= kTokens * kRowVectors) break;
-      copy_async_16(target + own_x + r * kRowBytes, r < present ? x + 2 * r * p.x_stride : p.x, r < present);
+  // The first units of the ring without their x, which may not be there yet.
+  __device__ void begin_constants(uint32_t ring) {
+    UnitCopies ahead = *this;
+#pragma unroll 1
+    for (int s = 0; s < p.stages - 1; ++s) {
+      if (ahead.left > 0) {
+        ahead.copy_constants(ring + ahead.stage * p.stage_bytes);
+        ahead.advance();
+      }
+      commit_copies();
     }
-    if (static_cast<int>(threadIdx.x) >= copying_rows) return;
-    target += kUnitBytes + kTokens * kRowBytes;
-    const int scale_shift = p.scale_dtype == DType::f32 ? 2 : 1;
-    target = copy_rows(target, p.scales, scale_shift);
-    if (p.offsets != nullptr) target = copy_rows(target, p.offsets, scale_shift);
-    if (p.zeros != nullptr) copy_rows(target, reinterpret_cast<const char*>(p.zeros), 0);
   }
 
-  // The rows of the unit's groups, elements of 1 << shift bytes; returns where the next rows go.
-  __device__ uint32_t copy_rows(uint32_t target, const char* rows, int shift) {
+  // The x of the first units, in place when this returns; a barrier makes it the block's. All of it is under way together.
+  __device__ void load_first_x(char* shared) {
+    uint4 loaded[kMostStages - 1][kLoads];
+    UnitCopies ahead = *this;
+#pragma unroll
+    for (int s = 0; s < kMostStages - 1; ++s) {
+      if (s >= p.stages - 1 || ahead.left <= 0) break;
+      ahead.for_each_x([&](int i, int, const char* source, bool present) {
+        loaded[s][i] = present ? __ldcg(reinterpret_cast<const uint4*>(source)) : make_uint4(0, 0, 0, 0);
+      });
+      ahead.advance();
+    }
+#pragma unroll
+    for (int s = 0; s < kMostStages - 1; ++s) {
+      if (s >= p.stages - 1 || left <= 0) break;
+      char* target = shared + stage * p.stage_bytes;
+      for_each_x([&](int i, int offset, const char*, bool) { *reinterpret_cast<uint4*>(target + offset) = loaded[s][i]; });
+      advance();
+    }
+  }
+
+ private:
+  __device__ void advance() {
+    --left;
+    stage = stage + 1 == p.stages ? 0 : stage + 1;
+    weight += kUnitVectors;
+    x += 2 * kDepth;
+    k += kDepth;
+    into_group += kDepth / 32;
+    const int groups = into_group * p.group_inverse >> 20;
+    group += groups;
+    into_group -= groups * (p.group_size / 32);
+    if (++unit == p.units) {
+      x -= 2 * kDepth * p.units;
+      k -= kDepth * p.units;
+      unit = group = into_group = 0;
+      ++tile;
+    }
+  }
+
+  // Calls take(number, offset in a stage, address, whether there is anything) for this thread's vectors of x: zeros belong
+  // where there is no row, and past the depth.
+  template <typename Take> __device__ void for_each_x(Take take) {
+    const int present = k < p.depth ? rows : 0;
+#pragma unroll
+    for (int r = 0; r < kTokens; r += kRowsAtOnce) {
+      if (kRowsAtOnce > kTokens && threadIdx.x >= kTokens * kRowVectors) break;
+      take(r / kRowsAtOnce, own_x + r * kRowBytes, r < present ? x + 2 * r * p.x_stride : p.x, r < present);
+    }
+  }
+
+  __device__ void copy_constants(uint32_t target) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) copy_async_16(target + own_vector + 512 * i, weight + 32 * i, true);
+    target += kUnitBytes + kTokens * kRowBytes;
+    const int scale_shift = p.scale_dtype == DType::f32 ? 2 : 1;
+    copy_rows(target, p.scales, scale_shift, 0);
+    target += p.group_rows << (7 + scale_shift);
+    if (p.offsets != nullptr) {
+      copy_rows(target, p.offsets, scale_shift, 2);
+      target += p.group_rows << (7 + scale_shift);
+    }
+    if (p.zeros != nullptr) copy_rows(target, reinterpret_cast<const char*>(p.zeros), 0, 5);
+  }
+
+  // The rows of the unit's groups, elements of 1 << shift bytes, by the threads from a warp on.
+  __device__ void copy_rows(uint32_t target, const char* rows, int shift, int first_warp) {
     const int vectors_shift = 3 + shift;  // of a row
+    const int begin = (threadIdx.x - 32 * first_warp) & (kMatmulThreads - 1);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < p.group_rows << vectors_shift; i += kMatmulThreads) {
-      const int group = min(unit * kDepth / p.group_size + (i >> vectors_shift), p.groups - 1);
-      const int64_t element = static_cast<int64_t>(group) * p.padded_columns + tile * kTileColumns;
+    for (int i = begin; i < p.group_rows << vectors_shift; i += kMatmulThreads) {
+      const int row = min(group + (i >> vectors_shift), p.groups - 1);
+      const int64_t element = static_cast<int64_t>(row) * p.padded_columns + tile * kTileColumns;
       copy_async_16(target + 16 * i, rows + (element << shift) + 16 * (i & ((1 << vectors_shift) - 1)), true);
     }
-    return target + (p.group_rows << (4 + vectors_shift));
   }
 };
 
 // kOffsets: whether the weight has offsets; 4 bits alone may.
 template <QuantizedKind kind, typename T, int kTokenTiles, bool kOffsets>
-__global__ void __launch_bounds__(kMatmulThreads, kBlocksPerMultiprocessor) quantized_matmul_kernel(const MatmulParams p) {
+__global__ void __launch_bounds__(kMatmulThreads, kBlocksPerMultiprocessor)
+    quantized_matmul_kernel(const __grid_constant__ AfterPredecessor<MatmulParams> after) {
+  const MatmulParams& p = after.constants();  // only the weight and its scales are read before the wait
   constexpr int kDepth = unit_depth(kind), kParts = kDepth / 64, kVectorParts = kParts / 2, kTokens = 8 * kTokenTiles;
   constexpr int kRowBytes = UnitCopies<kind, kTokens>::kRowBytes;
   constexpr int kSums = 8 * kTokenTiles;  // a thread's: [m][token tile][4]
@@ -228,16 +297,18 @@ __global__ void __launch_bounds__(kMatmulThreads, kBlocksPerMultiprocessor) quan
   __shared__ bool comes_last;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, warp_n = warp % 4, warp_k = warp / 4;
   const int row = lane / 4, quad = lane % 4;
-  const int run = blockIdx.x % p.runs, token_tile = blockIdx.x / p.runs, first_token = token_tile * kTokens;
+  // tiles of tokens of a run side by side: they read the same weight at about the same time
+  const int run = blockIdx.x / p.token_tiles, token_tile = blockIdx.x % p.token_tiles, first_token = token_tile * kTokens;
   const int begin = first_unit(p, run), end = first_unit(p, run + 1);
   const uint32_t ring = shared_address(shared);
-  float* exchange = reinterpret_cast<float*>(shared + kStages * p.stage_bytes);
+  float* exchange = reinterpret_cast<float*>(shared + p.stages * p.stage_bytes);
   const int scale_bytes = p.scale_dtype == DType::f32 ? 4 : 2;
   const int own_column = warp_n * 32 + row;  // in the tile, of m = 0 and the lower half
 
   UnitCopies<kind, kTokens> copies(p, begin, end, first_token);
-#pragma unroll 1
-  for (int s = 0; s < kStages - 1; ++s) copies.next(ring);
+  copies.begin_constants(ring);
+  after.wait();
+  copies.load_first_x(shared);
 
   int tile = begin / p.units, at = begin % p.units, stage = 0;
   const int first_tile = tile;
@@ -245,12 +316,12 @@ __global__ void __launch_bounds__(kMatmulThreads, kBlocksPerMultiprocessor) quan
   float totals[2][kTokenTiles][4] = {}, sums[2][kTokenTiles][4] = {}, x_sums[kTokenTiles][4] = {};  // x_sums: with offsets
 #pragma unroll 1
   for (int unit = begin; unit < end; ++unit) {
-    wait_copies<kStages - 2>();
+    wait_oldest_unit(p.stages);
     __syncthreads();  // the unit is there for all, and the stage of the one before is free
     copies.next(ring);
 
     const int stage_offset = stage * p.stage_bytes;
-    stage = stage + 1 == kStages ? 0 : stage + 1;
+    stage = stage + 1 == p.stages ? 0 : stage + 1;
     const char* x_rows = shared + stage_offset + kUnitBytes;
     const char* scales = x_rows + kTokens * kRowBytes;
     const char* offsets = scales + p.group_rows * kTileColumns * scale_bytes;
@@ -357,11 +428,23 @@ __global__ void __launch_bounds__(kMatmulThreads, kBlocksPerMultiprocessor) quan
         __threadfence();
 #pragma unroll
         for (int i = 0; i < kSums; ++i) flat[i] = 0;
-        for (int r = first_run; r <= last_run; ++r) {
-          const bool begun_by = first_unit(p, r) / p.units == tile;  // then it is the run's first tile
-          const float* slot = slots + (2 * r + !begun_by) * kSlot;
+        constexpr int kAtOnce = 4;  // runs whose sums are under way together
+        for (int r = first_run; r <= last_run; r += kAtOnce) {
+          float theirs[kAtOnce][kSums];
 #pragma unroll
-          for (int i = 0; i < kSums; ++i) flat[i] += __ldcg(slot + i * 128);
+          for (int j = 0; j < kAtOnce; ++j) {
+            const int of = min(r + j, last_run);
+            const bool begun_by = first_unit(p, of) >= tile * p.units;  // then it is the run's first tile
+            const float* slot = slots + (2 * of + !begun_by) * kSlot;
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) theirs[j][i] = __ldcg(slot + i * 128);
+          }
+#pragma unroll
+          for (int j = 0; j < kAtOnce; ++j) {
+            if (r + j > last_run) break;
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) flat[i] += theirs[j][i];
+          }
         }
       }
     }
@@ -374,8 +457,9 @@ __global__ void __launch_bounds__(kMatmulThreads, kBlocksPerMultiprocessor) quan
           for (int i = 0; i < 4; ++i) {
             const int token = first_token + 8 * t + 2 * quad + i % 2;
             const int column = tile * kTileColumns + own_column + 16 * m + 8 * (i / 2);
-            if (token < p.tokens && column < p.columns)
-              reinterpret_cast<T*>(p.out)[token * p.out_stride + column] = from_float<T>(totals[m][t][i]);
+            if (token >= p.tokens || column >= p.columns) continue;
+            const float bias = p.bias == nullptr ? 0.0f : to_float(reinterpret_cast<const T*>(p.bias)[column]);
+            reinterpret_cast<T*>(p.out)[token * p.out_stride + column] = from_float<T>(totals[m][t][i] + bias);
           }
     }
 #pragma unroll
@@ -386,20 +470,33 @@ __global__ void __launch_bounds__(kMatmulThreads, kBlocksPerMultiprocessor) quan
   }
 }
 
+// Stages of the ring: as many as leave room for two blocks on a multiprocessor, three where that takes more.
+inline int ring_stages(int64_t stage_bytes, int64_t other_bytes, const char* op) {
+  int device = 0, shared = 0, reserved = 0;
+  check(cudaGetDevice(&device), op);
+  check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device), op);
+  check(cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device), op);
+  const int64_t room = shared / kBlocksPerMultiprocessor - reserved - 64 - other_bytes;  // 64: the kernel's static memory
+  return static_cast<int>(std::clamp<int64_t>(room / stage_bytes, 3, kMostStages));
+}
+
 // Launches the kernel for weights of one kind; instantiated in quantized_matmul_{int4,int8,float8}.cu.
 template <QuantizedKind kind>
-void launch_quantized_matmul(MatmulParams p, DType dtype, Stream stream) {
+void launch_quantized_matmul(MatmulParams p, DType dtype, bool overlap, Stream stream) {
+  constexpr const char* kOp = "quantized_matmul";
   const auto start = [&](auto tag, auto token_tiles, auto with_offsets) {
     using T = typename decltype(tag)::type;
     constexpr int kTokenTiles = decltype(token_tiles)::value;
     constexpr bool kOffsets = decltype(with_offsets)::value && kind == QuantizedKind::int4;
+    constexpr int kExchangeBytes = 128 * 8 * kTokenTiles * 4;
     const int scale_bytes = p.scale_dtype == DType::f32 ? 4 : 2;
     const int columns = kTileColumns * (scale_bytes * (p.offsets == nullptr ? 1 : 2) + (p.zeros == nullptr ? 0 : 1));
     p.stage_bytes = kUnitBytes + 8 * kTokenTiles * (2 * unit_depth(kind) + 64) + p.group_rows * columns;
-    const int64_t shared_bytes = kStages * p.stage_bytes + 128 * 8 * kTokenTiles * 4;
-    const int64_t blocks = ceil_div(p.tokens, 8 * kTokenTiles) * p.runs;
-    launch("quantized_matmul", quantized_matmul_kernel<kind, T, kTokenTiles, kOffsets>, blocks, kMatmulThreads, shared_bytes,
-           stream, p);
+    p.stages = ring_stages(p.stage_bytes, kExchangeBytes, kOp);
+    p.token_tiles = static_cast<int>(ceil_div(p.tokens, 8 * kTokenTiles));
+    const int64_t shared_bytes = p.stages * p.stage_bytes + kExchangeBytes;
+    const LaunchShape shape{static_cast<int64_t>(p.token_tiles) * p.runs, kMatmulThreads, shared_bytes, 1, overlap};
+    launch_after(kOp, quantized_matmul_kernel<kind, T, kTokenTiles, kOffsets>, shape, stream, p);
   };
   const auto with_tiles = [&](auto tag, auto token_tiles) {
     if (p.offsets == nullptr) start(tag, token_tiles, std::false_type{});
@@ -413,8 +510,8 @@ void launch_quantized_matmul(MatmulParams p, DType dtype, Stream stream) {
   else with_type(TypeTag<__nv_bfloat16>{});
 }
 
-extern template void launch_quantized_matmul<QuantizedKind::int4>(MatmulParams, DType, Stream);
-extern template void launch_quantized_matmul<QuantizedKind::int8>(MatmulParams, DType, Stream);
-extern template void launch_quantized_matmul<QuantizedKind::float8>(MatmulParams, DType, Stream);
+extern template void launch_quantized_matmul<QuantizedKind::int4>(MatmulParams, DType, bool, Stream);
+extern template void launch_quantized_matmul<QuantizedKind::int8>(MatmulParams, DType, bool, Stream);
+extern template void launch_quantized_matmul<QuantizedKind::float8>(MatmulParams, DType, bool, Stream);
 
 }  // namespace research_engine::cuda

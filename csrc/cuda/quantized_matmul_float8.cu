@@ -2,5 +2,5 @@
 #include "quantized_matmul.cuh"
 
 namespace research_engine::cuda {
-template void launch_quantized_matmul<QuantizedKind::float8>(MatmulParams, DType, Stream);
+template void launch_quantized_matmul<QuantizedKind::float8>(MatmulParams, DType, bool, Stream);
 }  // namespace research_engine::cuda

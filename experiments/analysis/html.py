@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from experiments.analysis.paper_table import PaperTable
 from experiments.analysis.run_files import RunFiles
 from experiments.analysis.table_formats import as_grid
 from experiments.analysis.tables import Table
@@ -30,11 +31,23 @@ tbody th { font-weight: 400; }
 .best { font-weight: 700; }
 .note { color: #444; font-size: .9rem; margin: .15rem 0; }
 img { max-width: 100%; height: auto; }
+@media print {
+  body { font-size: 11px; margin: 0; max-width: none; padding: 0; }
+  .scroll { overflow: visible; }
+  th, td { padding: .1rem .35rem; white-space: normal; }
+  tr, img { break-inside: avoid; }
+}
 pre { background: #f4f6f8; padding: .8rem; overflow-x: auto; font-size: .85rem; }
 """
 
 
-def to_html(run: RunFiles, tables: Sequence[Table], plots: Sequence[Path], untold: Sequence[str]) -> str:
+def to_html(
+    run: RunFiles,
+    tables: Sequence[Table],
+    plots: Sequence[Path],
+    untold: Sequence[str],
+    paper: PaperTable | None = None,
+) -> str:
     """The whole page.
 
     Args:
@@ -42,8 +55,10 @@ def to_html(run: RunFiles, tables: Sequence[Table], plots: Sequence[Path], untol
         tables: one after the other.
         plots: PNG files, put into the page.
         untold: why other plots are not there.
+        paper: the table that the run reproduces, with the paper's figures and claims.
     """
-    body = [f"<h1>{_text(run.title)}</h1>", *map(_table, tables), "<h2>Plots</h2>"]
+    body = [f"<h1>{_text(run.title)}</h1>", *map(_table, tables), *([] if paper is None else _paper(paper))]
+    body.append("<h2>Plots</h2>")
     for plot in plots:
         data = base64.b64encode(plot.read_bytes()).decode()
         body.append(f'<p><img alt="{_text(plot.stem)}" src="data:image/png;base64,{data}"></p>')
@@ -75,6 +90,23 @@ def _table(table: Table) -> str:
     return "\n".join([*lines, "</tbody></table></div>", notes])
 
 
+def _paper(paper: PaperTable) -> list[str]:
+    """The paper's figures beside ours, whether its claims hold, and what differs."""
+    figures = [[label, *(text or "-" for pair in pairs for text in pair)] for label, pairs in paper.rows.items()]
+    claims = [(verdict.text, verdict.word, verdict.figures) for verdict in paper.verdicts]
+    return [
+        f'<h2>Beside the paper</h2><p class="note">{_text(" ".join(paper.source.split()))}</p>',
+        _rows_under(["", *paper.heads], figures),
+        _rows_under(["claim", "", "our figures"], claims),
+        f'<p class="note">What differs: {_text(" ".join(paper.differs.split()))}</p>',
+    ]
+
+
+def _rows_under(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    head = "".join(f'<th scope="col">{_text(name)}</th>' for name in names)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{_body(rows)}</tbody></table></div>'
+
+
 def _trials(run: RunFiles) -> str:
     rows: list[Sequence[Any]] = []
     for cell in run.cells:
@@ -82,8 +114,7 @@ def _trials(run: RunFiles) -> str:
             marks = ", ".join(name for name in ("void", "unstable", "disturbed") if summary[name]) or "ok"
             rows.append((cell.label, seed, repeat, summary["kind"], summary["machine"], marks))
         rows += [(name, "", "", "failed", "", why) for name, why in cell.holes.items()]
-    head = "".join(f"<th>{name}</th>" for name in ("cell", "seed", "repeat", "measured", "machine", "verdict"))
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{_body(rows)}</tbody></table></div>'
+    return _rows_under(("cell", "seed", "repeat", "measured", "machine", "verdict"), rows)
 
 
 def _rows(pairs: Iterable[tuple[str, Any]]) -> str:

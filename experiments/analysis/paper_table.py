@@ -56,9 +56,14 @@ class PaperTable:
     verdicts: Sequence[Verdict]
     differs: str
 
+    @property
+    def heads(self) -> list[str]:
+        """Two columns a figure: the paper's, and ours."""
+        return [f"{label}: {whose}" for label in self.columns for whose in ("paper", "ours")]
+
     def markdown(self) -> str:
         """Two columns a figure: the paper's, and ours."""
-        heads = [f"{label}: {whose}" for label in self.columns for whose in ("paper", "ours")]
+        heads = self.heads
         lines = [f"**{self.title}**", "", f"Source: {' '.join(self.source.split())}", ""]
         lines += ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
         for label, pairs in self.rows.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,7 @@ STYLES: tuple[tuple[str, Any], ...] = (
 )
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDTH = 7.2  # inches: a paper's two columns
+LINE = 115  # letters of a title's line
 _PANELS = (("ttft", "TTFT (s)"), ("itl", "inter-token latency (s)"), ("e2e", "end-to-end latency (s)"))
 _SETTINGS = {
     "font.size": 8,
@@ -55,7 +57,7 @@ def drawing(title: str, height: float) -> Iterator[Any]:
     """An empty figure of the paper's width, in the project's style, with one line on top.
 
     Args:
-        title: the line.
+        title: one line, or more where it is long.
         height: inches.
     """
     import matplotlib as mpl
@@ -63,7 +65,7 @@ def drawing(title: str, height: float) -> Iterator[Any]:
 
     with mpl.rc_context(_SETTINGS):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        figure.suptitle(title, fontsize=8, x=0.01, ha="left")
+        figure.suptitle(textwrap.fill(title, LINE), fontsize=8, x=0.01, ha="left")
         yield figure
 
 

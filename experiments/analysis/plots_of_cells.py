@@ -57,6 +57,7 @@ def latency_load(cells: Sequence[CellResults], x: str, names: Sequence[str], tit
                     marker=marker(index), markersize=3.5, linewidth=1.3, elinewidth=0.8, capsize=2, label=label or None,
                 )  # fmt: skip
             axis.set(xlabel=x, ylabel=metric.label)
+            _spread(axis, sorted({float(cell.levels[x]) for cell in cells if x in cell.levels}))
             _grow(axis, [interval_of(cell, metric).mean for cell in cells])
         legend_below(figure, axes[0])
         return save(figure, path)
@@ -79,6 +80,14 @@ def _grow(axis: Any, values: Sequence[float]) -> None:
         axis.yaxis.set_major_formatter("{x:g}")
     else:
         axis.set_ylim(bottom=0)
+
+
+def _spread(axis: Any, levels: Sequence[float]) -> None:
+    """Logarithmic sideways, a tick a level, where positive levels spread over a factor of 8 and more."""
+    if levels and 0 < 8 * levels[0] <= levels[-1]:
+        axis.set_xscale("log")
+        axis.set_xticks(levels, [f"{level:g}" for level in levels])
+        axis.set_xticks([], minor=True)
 
 
 def pareto(cells: Sequence[CellResults], title: str, path: Path) -> list[Path]:

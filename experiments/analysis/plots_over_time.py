@@ -108,9 +108,9 @@ def fairness_over_time(runs: Runs, title: str, path: Path, window: float = 60.0)
                 label=cell,
             )
         axis.set(xlabel="time (s)", ylabel="difference (tokens/s)", ylim=(0, None))
-        axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.05), handlelength=3.2)
-        if first is not None:
-            legend_below(figure, first)
+        legend_below(figure, axis)
+        if first is not None and len(first.get_legend_handles_labels()[1]) > 0:
+            first.legend(frameon=False, loc="best", handlelength=3.2)
         return save(figure, path)
 
 

@@ -50,7 +50,7 @@ def write_report(directory: Path) -> Table | None:
         reproduction.write(directory)
     write_with(directory / "results.parquet", partial(_write_results, run))
     files, untold = _plots(run, outputs.get("plots"))
-    write_text(directory / "report.html", to_html(run, list(tables.values()), files, untold))
+    write_text(directory / "report.html", to_html(run, list(tables.values()), files, untold, reproduction))
     return table
 
 

@@ -91,10 +91,12 @@ class RunFiles:
 
     @property
     def caption(self) -> str:
-        """One line for a plot: experiment, model, machine."""
-        machines = ", ".join(sorted({f"{summary['kind']}: {summary['machine']}" for summary in self.summaries}))
+        """One line for a plot: experiment, model, machine, and the factors that a cell's label has the levels of."""
+        machines = ", ".join(sorted({_on(summary["kind"], summary["machine"]) for summary in self.summaries}))
         what = (self.config.get("base") or {}).get("model") or (self.config.get("base") or {}).get("op") or ""
-        return "  ·  ".join(part for part in (self.config["name"], what, machines) if part)
+        factors = ", ".join(dict.fromkeys(factor for cell in self.cells for factor in cell.levels))
+        by = f"by {factors}" if factors else ""
+        return "  ·  ".join(part for part in (self.config["name"], what, machines, by) if part)
 
     def folder(self, trial: Mapping[str, Any]) -> Path:
         return self.directory / "trials" / str(trial["directory"])
@@ -145,3 +147,8 @@ class RunFiles:
         except (OSError, ValueError):
             return {}
         return failures
+
+
+def _on(kind: str, machine: str) -> str:
+    """`real: AMD EPYC, 2 cores`; a simulated machine says so itself."""
+    return machine if machine.startswith(kind) else f"{kind}: {machine}"

@@ -61,6 +61,8 @@ def to_latex(table: Table) -> str:
             (f"\\textbf{{{_tex(text)}}}" if best else _tex(text)) + (f"$^{{{mark}}}$" if mark else "")
             for text, best, mark in row
         ]
+        if texts[0].startswith(("[", "*")):  # which \\ of the row before would take for its own
+            texts[0] = "{}" + texts[0]
         lines.append("    " + " & ".join(texts) + " \\\\")
         if index == 0 or (index == len(table.facts) and len(table.columns) <= MOST_COLUMNS):
             lines.append("    \\midrule")
@@ -118,7 +120,7 @@ def to_rich(table: Table, width: int) -> Any:
     grid = as_grid(table)
     pages = _pages(grid, width)
     shown = [RichTable(title_justify="left", caption_justify="left") for _ in pages]
-    shown[0].title, shown[-1].caption = table.title, " ".join(table.notes)
+    shown[0].title, shown[-1].caption = Text(table.title), Text(" ".join(table.notes))
     for page, columns in zip(shown, pages, strict=True):
         for column in columns:
             page.add_column(Text(grid[0][column][0]), justify="right" if column else "left", width=_wide(grid, column))

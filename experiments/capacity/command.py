@@ -17,6 +17,7 @@ from rich.table import Table
 from experiments.capacity.search import Capacity, Copies, find_capacity, find_copies
 from experiments.capacity.system import Layout, Load, RunLimits, System
 from experiments.config import TrialSettings
+from experiments.yaml_text import read_yaml
 from research_engine import metrics
 
 OF_REQUESTS = ("ttft", "tpot", "e2e")
@@ -93,6 +94,12 @@ class CapacityOptions:
         for name in ("requests", "seeds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be an integer >= 1")
+        if self.link_gbytes is not None and not 0 < self.link_gbytes < math.inf:
+            raise ValueError(f"link_gbytes = {self.link_gbytes!r}: must be GB per second > 0")
+        if not 0 <= self.link_ms < math.inf:
+            raise ValueError(f"link_ms = {self.link_ms!r}: must be milliseconds >= 0")
+        if not self.prefill and (self.link_gbytes is not None or self.link_ms):
+            raise ValueError("link_gbytes and link_ms: used with prefill alone; nothing is sent without it")
         if self.traffic is not None and not 0 < self.traffic < math.inf:
             raise ValueError(f"traffic = {self.traffic!r}: must be requests per second > 0")
 
@@ -138,7 +145,7 @@ def make_system(options: CapacityOptions) -> System:
     from research_engine.simulation.gpu_sheet import load_sheet
 
     try:
-        lengths = yaml.safe_load(options.lengths)
+        _, lengths = read_yaml(options.lengths)
     except yaml.YAMLError as error:
         raise ValueError(f"lengths = {options.lengths!r}: {error}") from error
     own = ("model", "gpu", "cost_model", "force_profile", "tensor_parallel_size", "scheduler", "max_num_seqs",

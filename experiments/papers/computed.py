@@ -7,11 +7,22 @@ from pathlib import Path
 
 from experiments.analysis.paper_table import Computed
 from experiments.config import ConfigError
-from experiments.papers import pagedattention_fig_15, pagedattention_fig_19a, sarathi_capacity, vtc_table_2
+from experiments.papers import (
+    pagedattention_fig_15,
+    pagedattention_fig_18a,
+    pagedattention_fig_19a,
+    pagedattention_fig_19a_gpu,
+    pagedattention_fig_19b_gpu,
+    sarathi_capacity,
+    vtc_table_2,
+)
 
 COMPUTED: dict[str, tuple[str, Computed]] = {
     "papers/pagedattention_fig_15": (pagedattention_fig_15.DESCRIPTION, pagedattention_fig_15.table),
+    "papers/pagedattention_fig_18a": (pagedattention_fig_18a.DESCRIPTION, pagedattention_fig_18a.table),
     "papers/pagedattention_fig_19a": (pagedattention_fig_19a.DESCRIPTION, pagedattention_fig_19a.table),
+    "papers/pagedattention_fig_19a_gpu": (pagedattention_fig_19a_gpu.DESCRIPTION, pagedattention_fig_19a_gpu.table),
+    "papers/pagedattention_fig_19b_gpu": (pagedattention_fig_19b_gpu.DESCRIPTION, pagedattention_fig_19b_gpu.table),
     "papers/sarathi_capacity": (sarathi_capacity.DESCRIPTION, sarathi_capacity.table),
     "papers/vtc_table_2": (vtc_table_2.DESCRIPTION, vtc_table_2.table),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,7 +41,8 @@ class ValidateOptions:
         force: take a profile of another model, GPU or version all the same.
         out: directory for the recording, the tables and the plots; runs/validate-TIMESTAMP when None.
         loads: shares of the measured capacity, three at least.
-        schedulers: policies by name, one of them or more; the first one measures the capacity.
+        schedulers: policies by name, one of them or more; the first one measures the capacity. Those of the default
+            decide otherwise even where nobody has to wait.
         requests: of every run.
         max_prompt: tokens of a prompt at most.
         max_output: tokens of an output at most.
@@ -60,7 +62,7 @@ class ValidateOptions:
     force: bool = False
     out: Path | None = None
     loads: tuple[float, ...] = (0.5, 0.8, 0.95)
-    schedulers: tuple[str, ...] = ("chunked_prefill", "fcfs", "sjf")
+    schedulers: tuple[str, ...] = ("chunked_prefill", "vllm_v0", "sjf")
     requests: int = 200
     max_prompt: int = 1024
     max_output: int = 1024
@@ -97,6 +99,8 @@ class _Bench:
         from research_engine.llm import build_engine
 
         engine = build_engine(replace(self.options, scheduler=scheduler), self.loaded)
+        gc.collect()  # what this process has made so far is not looked through while it serves
+        gc.freeze()
         watch = CoreWatch()
         try:
             report = replay(
@@ -106,6 +110,7 @@ class _Bench:
             )
         finally:
             engine.executor.shutdown()
+            gc.unfreeze()
         return engine, report, watch.others()
 
 

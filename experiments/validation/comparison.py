@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-import numpy as np
-
 import schedulers
-from experiments.validation.recording import RecordedRun, RecordedStep, Recording
+from experiments.validation.recording import RecordedRun, Recording
 from research_engine import metrics
 from research_engine.engine.driver import replay
 from research_engine.engine.records import RequestRecord
 from research_engine.simulation.build import simulated_engine
+from research_engine.simulation.fit import run_error
 from research_engine.simulation.profiled import Profile, ProfiledCost
 from research_engine.simulation.streamed_records import StreamedRecords
 
@@ -26,21 +24,6 @@ ALIKE_WITHIN = 0.02
 
 
 @dataclass(frozen=True)
-class StepError:
-    """The profile's error on single steps, given the real run's batches, as shares of the step time.
-
-    Attributes:
-        steps: how many.
-        mape: mean absolute error; bias: mean signed error; total: signed error of the summed time.
-    """
-
-    steps: int
-    mape: float
-    bias: float
-    total: float
-
-
-@dataclass(frozen=True)
 class RunComparison:
     """A recorded run and its simulation.
 
@@ -48,7 +31,7 @@ class RunComparison:
         run: the recorded one.
         simulated: the simulation's requests.
         real_metrics, simulated_metrics: "ttft.p99" and the like -> seconds, "throughput" -> output tokens per second.
-        forced: the step error with the real batches (teacher-forced).
+        forced: the step error with the real batches (teacher-forced), as `timeline.step_error` tells it.
         num_steps: of the simulation.
     """
 
@@ -56,7 +39,7 @@ class RunComparison:
     simulated: list[RequestRecord]
     real_metrics: Mapping[str, float]
     simulated_metrics: Mapping[str, float]
-    forced: StepError
+    forced: Mapping[str, float]
     num_steps: int
 
     def error(self, metric: str) -> float:
@@ -105,7 +88,7 @@ def compare_run(recording: Recording, run: RecordedRun, profile: Profile) -> Run
         records.requests,
         run_metrics(run.requests, run.end),
         run_metrics(records.requests, report.end),
-        step_error(run.steps, profile, overlap=recording.engine.overlap),
+        run_error(profile, [step.timed for step in run.steps], overlap=recording.engine.overlap),
         records.num_steps,
     )
 
@@ -118,33 +101,6 @@ def run_metrics(requests: Sequence[RequestRecord], end: float) -> dict[str, floa
         values = metrics.percentiles(map(metric, done))
         found |= {f"{name}.{point}": values[point] for point in POINTS}
     return found
-
-
-def step_error(steps: Sequence[RecordedStep], profile: Profile, *, overlap: bool) -> StepError:
-    """Price the recorded steps' work.
-
-    With overlap a step's time is from the result before it, or from its own beginning if that came later, to its own
-    result; the profile's host time is counted from its beginning, and its device time from the later of the result
-    before it and the end of the host's.
-    """
-    cost = ProfiledCost(profile)
-    real, priced = [], []
-    before = [-math.inf, *(step.executed for step in steps)]
-    for step, result_before in zip(steps, before, strict=False):
-        seconds = cost.price(step.work)
-        if overlap:
-            host = profile.host[0] + profile.host[1] * step.work.sequences
-            begin = max(step.started, result_before)
-            real.append(step.executed - begin)
-            priced.append(max(result_before, step.started + host) + seconds - host - begin)
-        else:
-            real.append(step.finished - step.started)
-            priced.append(seconds)
-    measured, foretold = np.array(real), np.array(priced)
-    errors = foretold / measured - 1
-    return StepError(
-        len(errors), float(np.abs(errors).mean()), float(errors.mean()), float(foretold.sum() / measured.sum() - 1)
-    )
 
 
 def rank_agreement(comparisons: Sequence[RunComparison]) -> list[RankAgreement]:

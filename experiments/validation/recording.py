@@ -2,7 +2,7 @@
 
     recording.json     format, model, machine, engine (an EngineConfig), capacity, runs
     requests.parquet   run, request_id, arrival, first_scheduled, first_token, last_token, prompt_tokens, output_tokens,
-                       priority, client, reason; seconds after the run's start
+                       priority, client, reason; times in ticks of 0.1 us after the run's start
     steps.parquet      run, started, committed, executed, finished, and what the step asked of the device
                        (simulation.cost_model.Work)
     profile.json       the profile that was made on the same machine, if there is one
@@ -24,9 +24,12 @@ from research_engine.engine.driver import Arrival, ReplayReport
 from research_engine.engine.records import Records, RequestRecord, StepRecord
 from research_engine.engine.sampling_params import SamplingParams
 from research_engine.simulation.cost_model import Work, work_of_record
+from research_engine.simulation.timeline import TimedStep
 
-FORMAT = 1
+FORMAT = 2
+_TICKS = 10_000_000  # of the files' times, a second
 _TIMES = ("started", "committed", "executed", "finished")
+_EVENTS = ("arrival", "first_scheduled", "first_token", "last_token")
 _COUNTS = ("tokens", "sequences", "draws", "decodes", "decode_kv", "decode_kv_max", "blocks_moved", "blocks_copied")
 
 
@@ -39,6 +42,10 @@ class RecordedStep:
     executed: float
     finished: float
     work: Work
+
+    @property
+    def timed(self) -> TimedStep:
+        return TimedStep(self.work, self.started, self.executed, self.finished)
 
 
 @dataclass(frozen=True)
@@ -112,9 +119,13 @@ class Recording:
             "format": FORMAT, "model": self.model, "machine": dict(self.machine), "engine": asdict(self.engine),
             "capacity": self.capacity, "runs": heads,
         }  # fmt: skip
-        for name, rows in (("requests", requests), ("steps", steps)):
+        for name, rows, times in (("requests", requests, _EVENTS), ("steps", steps, _TIMES)):
             frame = pd.DataFrame(rows)
-            frame.to_parquet(directory / f"{name}.parquet", compression="zstd", index=False)
+            for column in times:
+                frame[column] = (frame[column].astype("Float64") * _TICKS).round().astype("Int64")
+            encoding = dict.fromkeys(times, "DELTA_BINARY_PACKED")  # times rise, so their differences are small
+            frame.to_parquet(directory / f"{name}.parquet", compression="zstd", index=False, use_dictionary=["run"],
+                             column_encoding=encoding)  # fmt: skip
         (directory / "recording.json").write_text(json.dumps(head, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
@@ -179,11 +190,11 @@ def _request_row(record: RequestRecord) -> dict[str, Any]:
 
 def _request_of(row: Mapping[str, Any]) -> RequestRecord:
     def when(name: str) -> float | None:
-        return None if row[name] is None or row[name] != row[name] else float(row[name])
+        return None if row[name] is None or row[name] != row[name] else float(row[name]) / _TICKS
 
     return RequestRecord(
         request_id=row["request_id"], client=row["client"], priority=int(row["priority"]),
-        arrival_time=float(row["arrival"]), first_scheduled_time=when("first_scheduled"),
+        arrival_time=float(row["arrival"]) / _TICKS, first_scheduled_time=when("first_scheduled"),
         first_token_time=when("first_token"), last_token_time=when("last_token"), finish_time=when("last_token"),
         finish_reason=row["reason"], prompt_tokens=int(row["prompt_tokens"]), output_tokens=int(row["output_tokens"]),
         max_tokens=int(row["output_tokens"]), cached_tokens=0, recomputed_tokens=0, preemptions=int(row["preemptions"]),
@@ -203,4 +214,4 @@ def _step_row(step: RecordedStep) -> dict[str, Any]:
 def _step_of(row: Mapping[str, Any]) -> RecordedStep:
     chunks = zip(row["chunk_tokens"], row["chunk_before"], strict=True)
     work = Work(**{name: int(row[name]) for name in _COUNTS}, prefills=tuple((int(t), int(k)) for t, k in chunks))
-    return RecordedStep(**{name: float(row[name]) for name in _TIMES}, work=work)
+    return RecordedStep(**{name: float(row[name]) / _TICKS for name in _TIMES}, work=work)

@@ -16,6 +16,7 @@ from experiments.analysis.plots import line_style
 from experiments.storage import write_text, write_with
 from experiments.validation.comparison import LATENCIES, POINTS, RankAgreement, RunComparison, rank_agreement
 from experiments.validation.recording import Recording
+from experiments.validation.step_plot import plot_steps
 from research_engine.simulation.profiled import Profile
 
 _SHOWN = ("throughput", *(f"{name}.{point}" for name in LATENCIES for point in ("p50", "p99")))
@@ -24,12 +25,13 @@ DISTURBED_ABOVE = 0.1
 
 
 def write_validation(recording: Recording, profile: Profile, found: Sequence[RunComparison], out: Path) -> list[str]:
-    """Write table.md, table.csv, table.tex, latency.png and latency.pdf; returns the table's lines for a terminal."""
+    """Write the table (.md, .csv, .tex) and two plots (.png, .pdf), latency and steps; returns the table's lines."""
     lines = markdown(recording, profile, found)
     write_text(out / "table.md", "\n".join(lines) + "\n")
     write_text(out / "table.csv", to_csv(recording, found))
     write_text(out / "table.tex", to_latex(recording, found))
     plot(recording, found, out / "latency")
+    plot_steps(recording, profile, out / "steps")
     return lines
 
 
@@ -42,7 +44,7 @@ def markdown(recording: Recording, profile: Profile, found: Sequence[RunComparis
     lines += ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 2) + "---|"]
     for item in found:
         cells = [item.run.scheduler, f"{item.run.load:.0%}", *(_percent(item.error(name)) for name in _SHOWN)]
-        cells += [f"{item.forced.mape:.1%}", _percent(item.forced.total), verdict(item)]
+        cells += [f"{item.forced['mape']:.1%}", _percent(item.forced["total_bias"]), verdict(item)]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", *notes(recording, profile, found)]
     return lines
@@ -95,7 +97,11 @@ def to_csv(recording: Recording, found: Sequence[RunComparison]) -> str:
             values = item.real_metrics[metric], item.simulated_metrics[metric], item.error(metric)
             writer.writerow([*own, metric, *(f"{value:.6g}" for value in values), verdict(item)])
         forced = item.forced
-        for metric, value in (("step.mape", forced.mape), ("step.bias", forced.bias), ("step.total", forced.total)):
+        for metric, value in (
+            ("step.mape", forced["mape"]),
+            ("step.bias", forced["bias"]),
+            ("step.total", forced["total_bias"]),
+        ):
             writer.writerow([*own, metric, "", "", f"{value:.6g}", verdict(item)])
     return out.getvalue()
 
@@ -111,7 +117,7 @@ def to_latex(recording: Recording, found: Sequence[RunComparison]) -> str:
     ]
     rows = [
         [item.run.scheduler, f"{item.run.load:.0%}", *(_percent(item.error(name)) for name in _SHOWN),
-         f"{item.forced.mape:.1%}"]
+         f"{item.forced['mape']:.1%}"]
         for item in found
     ]  # fmt: skip
     caption = f"{recording.model} on {recording.machine.get('gpu', '')}: signed error of the simulation"

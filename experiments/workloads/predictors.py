@@ -12,7 +12,7 @@ predicted_length and a tau-b of 0.63. Fu et al. (NeurIPS 2024) rank policies' pr
 
 from __future__ import annotations
 
-import csv
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -21,13 +21,14 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from experiments.settings import Settings, nearest_first
+from experiments.settings import Settings
 from experiments.workloads.samples import WorkloadError
-from experiments.workloads.trace_files import existing_file
+from experiments.workloads.trace_files import existing_file, field, rows
 
 TAU_WITHIN = 0.02
 Floats = npt.NDArray[np.float64]
 _LARGEST = 1e9  # tokens; no prediction is above it
+_MOST_CLASSES = 2**31
 _NEAREST = 100  # rows at least that a prediction by class is drawn from
 
 
@@ -195,17 +196,18 @@ def _read(settings: ClassPredictor) -> tuple[Floats, npt.NDArray[np.int64]]:
     path = existing_file(settings.path)
     columns = (settings.length_column, settings.class_column)
     lengths, classes = [], []
-    with path.open(encoding="utf-8", newline="") as file:
-        for index, row in enumerate(csv.DictReader(file), 1):
-            for column in columns:
-                if column not in row:
-                    raise WorkloadError(f"{path.name}: no column {column!r}; {nearest_first(column, row)}")
-            try:
-                lengths.append(float(row[columns[0]]))
-                classes.append(int(float(row[columns[1]])))
-            except (TypeError, ValueError, OverflowError):
-                values = ", ".join(f"{column} = {row[column]!r}" for column in columns)
-                raise WorkloadError(f"{path.name}, record {index}: {values}: must be numbers") from None
+    for index, row in enumerate(rows(path), 1):
+        where = f"{path.name}, record {index}"
+        given = [field(row, column, where) for column in columns]
+        try:
+            length, number = float(given[0]), int(float(given[1]))
+        except (TypeError, ValueError, OverflowError):
+            length, number = math.nan, 0
+        if not math.isfinite(length) or abs(number) > _MOST_CLASSES:
+            values = ", ".join(f"{column} = {value!r}" for column, value in zip(columns, given, strict=True))
+            raise WorkloadError(f"{where}: {values}: must be numbers")
+        lengths.append(length)
+        classes.append(number)
     if not lengths:
         raise WorkloadError(f"{path.name}: it has no records")
     return np.array(lengths), np.array(classes, dtype=np.int64)

@@ -50,7 +50,7 @@ def read_client(path: Path) -> Client:
     """
     windows = []
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             for index, row in enumerate(csv.reader(file), 1):
                 start, rate, _, distribution, shape = (*map(float, row[:3]), row[3], float(row[4] or "nan"))
                 if rate > 0 and not (distribution in ("Gamma", "Weibull") and shape > 0):
@@ -62,6 +62,9 @@ def read_client(path: Path) -> Client:
         raise WorkloadError(f"{path}: no client of ServeGen: {type(error).__name__}: {error}") from error
     if len(windows) < 2:
         raise WorkloadError(f"{path}: no client of ServeGen: it has {len(windows)} windows, at least 2 are needed")
+    starts = [window.start for window in windows]
+    if not all(math.isfinite(window.start + window.rate) for window in windows) or sorted(set(starts)) != starts:
+        raise WorkloadError(f"{path}: no client of ServeGen: its windows' starts must rise and rates must be numbers")
     return Client(path.stem.removesuffix("-trace"), tuple(windows), windows[1].start - windows[0].start)
 
 

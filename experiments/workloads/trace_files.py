@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -16,6 +18,8 @@ from experiments.workloads.samples import Bounds, Encoder, Lengths, Sample, Work
 from research_engine.datasets.record_file import read_records
 
 TRACES = "RESEARCH_ENGINE_TRACES"  # names the folder; `run.py --traces` sets it
+MOST_TOKENS = 100_000_000
+"""Of a prompt or an answer; a file with more is damaged, and to draw so many would take all memory there is."""
 Row = dict[str, Any]
 
 
@@ -63,22 +67,36 @@ def tokens(row: Row, column: str, where: str) -> int:
     """A record's number of tokens."""
     value = field(row, column, where)
     try:
-        return int(float(str(value)))
+        count = int(float(str(value)))
     except (ValueError, OverflowError):
-        raise WorkloadError(f"{where}: {column} = {value!r} is no number of tokens") from None
+        count = MOST_TOKENS + 1
+    if count > MOST_TOKENS:
+        raise WorkloadError(f"{where}: {column} = {value!r} is no number of tokens up to {MOST_TOKENS:,}")
+    return count
 
 
 def seconds(row: Row, column: str, where: str, scale: float = 1.0) -> float:
     """A record's time in seconds: a number times `scale`, or a date with its time of day."""
     value = field(row, column, where)
+    time = _seconds(value, scale)
+    if not math.isfinite(time):
+        raise WorkloadError(f"{where}: {column} = {value!r} is neither a number of seconds nor a date")
+    return time
+
+
+def _seconds(value: Any, scale: float) -> float:
+    """NaN for what is neither."""
     try:
         return float(value) * scale
     except (TypeError, ValueError):
         pass
     try:
-        return float(np.datetime64(str(value).strip().replace(" ", "T"), "ns").astype(np.int64)) * 1e-9
+        with warnings.catch_warnings():  # numpy takes an offset from UTC into account, and says that it is deprecated
+            warnings.simplefilter("ignore")
+            date = np.datetime64(str(value).strip().replace(" ", "T"), "ns")
     except ValueError:
-        raise WorkloadError(f"{where}: {column} = {value!r} is neither a number of seconds nor a date") from None
+        return math.nan
+    return math.nan if np.isnat(date) else float(date.astype(np.int64)) * 1e-9
 
 
 class TraceLengths(Bounds):

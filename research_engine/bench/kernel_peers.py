@@ -1,4 +1,4 @@
-"""Other libraries' attention on the inputs of the kernels' benchmark; a library is imported when it is asked for."""
+"""Other libraries' kernels on the inputs of the kernels' benchmark; a library is imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from research_engine.bench.kernel_timing import Results, Run
+from research_engine.loading.packing import AWQ_ORDER
 
 
 @dataclass(frozen=True)
@@ -105,3 +106,70 @@ def flash_attention_3(inputs: AttentionInputs) -> Run:
 def _token_major(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The caches as these libraries lay them out, `[N, block, Hkv, D]`."""
     return inputs.key_cache.transpose(1, 2).contiguous(), inputs.value_cache.transpose(1, 2).contiguous()
+
+
+@dataclass(frozen=True)
+class PackedInputs:
+    """x and a weight of 4-bit integers with zero points, as AWQ's.
+
+    Attributes:
+        x: `[T, K]`, 16-bit floats.
+        codes: uint8 `[N, K]`.
+        scales: `[G, N]`, of x's dtype.
+        zeros: uint8 `[G, N]`.
+    """
+
+    x: torch.Tensor
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+
+
+def marlin(inputs: PackedInputs) -> Run:
+    """vLLM's Marlin, the weight laid out for it beforehand, sums in float32 as vLLM runs it."""
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.quantization.utils import marlin_utils as utils
+    from vllm.scalar_type import scalar_types
+
+    (columns, depth), device = inputs.codes.shape, inputs.x.device
+    groups = inputs.scales.shape[0]
+    in_order = inputs.codes.T.reshape(depth, -1, 8)[:, :, list(AWQ_ORDER)]
+    weight = ops.awq_marlin_repack(_words(in_order), depth, columns, 4)
+    scales = utils.marlin_permute_scales(inputs.scales, depth, columns, depth // groups)
+    zeros = utils.marlin_zero_points(inputs.zeros.int(), groups, columns, 4)
+    workspace, none = utils.marlin_make_workspace_new(device), utils.marlin_make_empty_g_idx(device)
+
+    def run() -> Results:
+        out = ops.marlin_gemm(
+            inputs.x, None, weight, None, scales, None, None, zeros, none, none, workspace, scalar_types.uint4,
+            size_m=inputs.x.shape[0], size_n=columns, size_k=depth, use_fp32_reduce=True,
+        )  # fmt: skip
+        return (out,)
+
+    return run
+
+
+def machete(inputs: PackedInputs) -> Run:
+    """vLLM's Machete, which it prefers on Hopper: the weight laid out for it, zero points times scales, beforehand."""
+    from vllm import _custom_ops as ops
+    from vllm.scalar_type import scalar_types
+
+    dtype, (columns, depth) = inputs.x.dtype, inputs.codes.shape
+    words = _words(inputs.codes.reshape(columns, -1, 8))  # [N, K / 8], which it takes as [K / 8, N] of these strides
+    weight = ops.machete_prepack_B(words.T, a_type=dtype, b_type=scalar_types.uint4, group_scales_type=dtype)
+    zeros = (-inputs.scales * inputs.zeros.to(dtype)).contiguous()
+
+    def run() -> Results:
+        out = ops.machete_mm(
+            a=inputs.x, b_q=weight, b_type=scalar_types.uint4, b_group_zeros=zeros, b_group_scales=inputs.scales,
+            b_group_size=depth // inputs.scales.shape[0],
+        )  # fmt: skip
+        return (out,)
+
+    return run
+
+
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 `[..., 8]` of 4 bits -> int32 `[...]`, the first in the lowest bits."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
+    return (codes.int() << shifts).sum(-1, dtype=torch.int32)

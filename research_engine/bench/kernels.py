@@ -50,8 +50,8 @@ class KernelBenchOptions:
         device: auto takes CUDA where there is a GPU.
         repeats: timed runs of each case.
         seed: of inputs and of the order of blocks.
-        compare: time FlashInfer and FlashAttention-3 (as vLLM ships it), too, where they can be imported; torch is
-            timed always.
+        compare: time FlashInfer and vLLM's FlashAttention-3, Marlin and Machete, too, where they can be imported; torch
+            is timed always.
         out: directory that kernels.csv and roofline.png are written to.
     """
 

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from research_engine.bench.offline_work import Job, JobResult, Length, lengths_from_csv
+from research_engine.bench.result_file import check_place, save
 
 if TYPE_CHECKING:
     from research_engine.models.config import ModelConfig
@@ -39,6 +40,7 @@ class EngineChoice:
         gpu_memory_utilization: share of the GPU's memory.
         scheduler: of this engine.
         enforce_eager: no CUDA graphs.
+        batch_invariant: of this engine, whose bits of a request then do not depend on the batch around it.
         compare: vllm runs the same job with vLLM, in a process of its own, after this engine.
         vllm_python: an interpreter that has vLLM; this one when left out.
         save: a JSON file for job and results.
@@ -52,6 +54,7 @@ class EngineChoice:
     gpu_memory_utilization: float = 0.9
     scheduler: str = "chunked_prefill"
     enforce_eager: bool = False
+    batch_invariant: bool = False
     compare: Literal["vllm"] | None = None
     vllm_python: str | None = None
     save: Path | None = None
@@ -61,8 +64,6 @@ class EngineChoice:
             raise ValueError(f"vllm_python = {self.vllm_python!r}: used by --compare vllm alone")
         if self.save is not None and not self.save.parent.exists():
             raise ValueError(f"save = {str(self.save)!r}: there is no directory {self.save.parent}")
-        if self.save is not None and self.save.is_dir():
-            raise ValueError(f"save = {str(self.save)!r}: is a directory; it must be a file")
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,29 @@ class LatencyOptions(EngineChoice):
             raise ValueError(f"batches = {self.batches}: at most max_num_seqs = {self.max_num_seqs} run together")
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What came of a job; the table is printed before an error is told, so that nothing measured is lost.
+
+    Attributes:
+        results: this engine's, and the other's where it has one.
+        error: of the other engine.
+        is_saved: where that was asked for.
+    """
+
+    results: list[JobResult]
+    error: ValueError | None
+    is_saved: bool
+
+    def exit_code(self) -> int:
+        """0, or 1 where the results could not be saved; raises the other engine's error."""
+        if self.error is not None:
+            raise self.error
+        return 0 if self.is_saved else 1
+
+
 def throughput(options: Annotated[ThroughputOptions, tyro.conf.arg(name="")]) -> int:
-    """Measure how fast a pile of requests is done; exit code 0."""
+    """Measure how fast a pile of requests is done."""
     if options.lengths is None:
         lengths = [(options.input_len, options.output_len)] * options.num_prompts
         name = f"{options.num_prompts} x ({options.input_len} in, {options.output_len} out)"
@@ -133,7 +155,8 @@ def throughput(options: Annotated[ThroughputOptions, tyro.conf.arg(name="")]) ->
         )
         name = f"{options.num_prompts} of {options.lengths.name}"
     console = Console()
-    results = _measure(options, {name: lengths}, 1, console)
+    measured = measure(options, {name: lengths}, {}, console)
+    results = measured.results
     table = Table(title=f"{options.model}: {name}", title_justify="left")
     for title in ("engine", "seconds", "requests/s", "output tok/s", "all tok/s", "start-up s"):
         table.add_column(title, justify="left" if title == "engine" else "right")
@@ -146,33 +169,40 @@ def throughput(options: Annotated[ThroughputOptions, tyro.conf.arg(name="")]) ->
         ratio = f"{results[1].seconds[name] / results[0].seconds[name]:.3f} x"
         table.add_row("ratio, ours to theirs", "", ratio, ratio, ratio, "")
     console.print(table)
-    return 0
+    return measured.exit_code()
 
 
 def latency(options: Annotated[LatencyOptions, tyro.conf.arg(name="")]) -> int:
-    """Measure time per output token at fixed batches and time to the first token; exit code 0."""
-    works: dict[str, list[Length]] = {}
-    for batch in options.batches:
-        works[f"{batch}: one token"] = [(options.input_len, 1)] * batch
-        works[f"{batch}: all tokens"] = [(options.input_len, options.output_len + 1)] * batch
-    for prompt in options.prompts:
-        works[f"prompt of {prompt}"] = [(prompt, 1)]
+    """Measure time per output token at fixed batches and time to the first token."""
+    works = latency_works(options)
     console = Console()
-    results = _measure(options, works, options.repeats, console)
+    measured = measure(options, works, dict.fromkeys(works, options.repeats), console)
+    results = measured.results
     table = Table(title=f"{options.model}, milliseconds", title_justify="left")
     table.add_column("what")
     for result in results:
         table.add_column(result.engine, justify="right")
     if len(results) == 2:
         table.add_column("ours / theirs", justify="right")
-    for what, times in _latencies(options, results):
+    for what, times in latencies(options, results):
         ratio = [f"{times[0] / times[1]:.3f}"] if len(times) == 2 else []
         table.add_row(what, *(f"{1000 * seconds:.3f}" for seconds in times), *ratio)
     console.print(table)
-    return 0
+    return measured.exit_code()
 
 
-def _latencies(options: LatencyOptions, results: Sequence[JobResult]) -> list[tuple[str, list[float]]]:
+def latency_works(options: LatencyOptions) -> dict[str, list[Length]]:
+    """The calls that `latencies` takes its differences of."""
+    works: dict[str, list[Length]] = {}
+    for batch in options.batches:
+        works[f"{batch}: one token"] = [(options.input_len, 1)] * batch
+        works[f"{batch}: all tokens"] = [(options.input_len, options.output_len + 1)] * batch
+    for prompt in options.prompts:
+        works[f"prompt of {prompt}"] = [(prompt, 1)]
+    return works
+
+
+def latencies(options: LatencyOptions, results: Sequence[JobResult]) -> list[tuple[str, list[float]]]:
     """(what, seconds of each engine)."""
     rows = []
     for batch in options.batches:
@@ -185,13 +215,20 @@ def _latencies(options: LatencyOptions, results: Sequence[JobResult]) -> list[tu
     return rows
 
 
-def _measure(
-    options: EngineChoice, works: Mapping[str, list[Length]], repeats: int, console: Console
-) -> list[JobResult]:
-    """This engine's result, and the other's."""
+def measure(
+    options: EngineChoice, works: Mapping[str, list[Length]], repeats: Mapping[str, int], console: Console
+) -> Measured:
+    """This engine's result, and the other's, saved where that was asked for.
+
+    Args:
+        works: name -> lengths of one call.
+        repeats: name -> calls, one where it is not named.
+    """
     from research_engine import loading
     from research_engine.bench.offline_engine import run_job
 
+    if options.save is not None:
+        check_place(options.save, "save")
     config = loading.load_config(loading.resolve_model(options.model))
     longest = max(prompt + output for lengths in works.values() for prompt, output in lengths)
     if longest > options.max_model_len:
@@ -210,16 +247,19 @@ def _measure(
         shared["max_num_batched_tokens"] = options.max_num_batched_tokens
     together = max(map(len, works.values()))
     warmup = [(min(64, longest), min(16, options.max_model_len - min(64, longest)))] * min(64, together)
-    own = Job(
-        options.model, {**shared, "scheduler": options.scheduler}, config.vocab_size, warmup, dict(works), repeats
-    )
+    ours = {**shared, "scheduler": options.scheduler, "batch_invariant": options.batch_invariant}
+    own = Job(options.model, ours, config.vocab_size, warmup, dict(works), dict(repeats))
     results = [run_job(own, on_work=lambda name: console.print(f"research_engine: {name}", highlight=False))]
+    error, is_saved = None, True
     if options.compare == "vllm":
-        results.append(_run_vllm(options, config, own, shared))
+        try:
+            results.append(_run_vllm(options, config, own, shared))
+        except ValueError as its_own:
+            error = its_own
     if options.save is not None:
         text = json.dumps({"job": asdict(own), "results": [asdict(result) for result in results]}, indent=1)
-        options.save.write_text(text + "\n")
-    return results
+        is_saved = save(options.save, text + "\n")
+    return Measured(results, error, is_saved)
 
 
 def _run_vllm(options: EngineChoice, config: ModelConfig, own: Job, shared: Mapping[str, Any]) -> JobResult:

@@ -7,9 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 import research_engine
+from research_engine.bench.device_energy import energy_counter
 from research_engine.bench.offline_work import Job, JobResult, random_prompts
 from research_engine.engine.sampling_params import SamplingParams
+from research_engine.executors.torch_executor import TorchExecutor
 from research_engine.llm import LLM
 
 
@@ -25,29 +29,39 @@ def run_job(job: Job, *, on_work: Callable[[str], None] | None = None) -> JobRes
     startup = time.perf_counter() - began
     seconds: dict[str, float] = {}
     tokens: dict[str, int] = {}
+    joules: dict[str, float] = {}
+    on_gpu = _executor(llm).device.type == "cuda"
+    joules_now = energy_counter() if on_gpu else None
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
 
-    def call(lengths: list[tuple[int, int]]) -> tuple[float, int]:
+    def call(lengths: list[tuple[int, int]]) -> tuple[float, int, float]:
         prompts = random_prompts(lengths, job.vocab_size)
         params = [
             SamplingParams(max_tokens=most, ignore_eos=True, temperature=1.0, detokenize=False) for _, most in lengths
         ]
-        begin = time.perf_counter()
+        used, begin = joules_now() if joules_now else 0.0, time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - begin, sum(len(output.outputs[0].token_ids) for output in outputs)
+        taken = time.perf_counter() - begin
+        used = joules_now() - used if joules_now else 0.0
+        return taken, sum(len(output.outputs[0].token_ids) for output in outputs), used
 
     try:
         call(job.warmup)
         for name, lengths in job.works.items():
             if on_work is not None:
                 on_work(name)
-            taken = [call([(int(a), int(b)) for a, b in lengths]) for _ in range(job.repeats)]
-            seconds[name], tokens[name] = min(taken)
-        extra = _facts(llm)
+            calls = [call([(int(a), int(b)) for a, b in lengths]) for _ in range(job.repeats.get(name, 1))]
+            seconds[name], tokens[name], joules[name] = min(calls)
+        extra = _facts(llm) | (_memory(llm) if on_gpu else {})
     finally:
         llm.shutdown()
         gc.collect()
-        _empty_cache()
-    return JobResult(f"research_engine {research_engine.__version__}", startup, seconds, tokens, extra)
+        if on_gpu:
+            torch.cuda.empty_cache()
+    if joules_now is None:
+        joules = {}
+    return JobResult(f"research_engine {research_engine.__version__}", startup, seconds, tokens, joules, extra)
 
 
 def _facts(llm: LLM) -> dict[str, Any]:
@@ -62,8 +76,19 @@ def _facts(llm: LLM) -> dict[str, Any]:
     }
 
 
-def _empty_cache() -> None:
-    import torch
+def _executor(llm: LLM) -> TorchExecutor:
+    executor = llm.engine.executor
+    assert isinstance(executor, TorchExecutor)
+    return executor
 
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+
+def _memory(llm: LLM) -> dict[str, int]:
+    """Bytes of the GPU beside the KV cache: what the plan set aside, and the most that there was since it was made."""
+    executor = _executor(llm)
+    free, total = torch.cuda.mem_get_info(executor.device)
+    others = total - free - torch.cuda.memory_reserved(executor.device)  # the context, and other processes
+    peak = torch.cuda.max_memory_reserved(executor.device) + others - executor.kv_cache.nbytes
+    plan = executor.memory_plan
+    return {"memory_beside_cache": peak} | (
+        {} if plan is None else {"memory_planned": plan.weights + plan.activations + plan.other}
+    )

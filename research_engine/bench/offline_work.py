@@ -23,7 +23,7 @@ class Job:
         vocab_size: prompts' token ids are below it.
         warmup: lengths of a first call that is not timed.
         works: name -> lengths of one timed call.
-        repeats: calls of each work; the fastest counts.
+        repeats: work's name -> calls, of which the fastest counts; one where it is not named.
     """
 
     model: str
@@ -31,7 +31,7 @@ class Job:
     vocab_size: int
     warmup: list[Length]
     works: dict[str, list[Length]]
-    repeats: int = 1
+    repeats: dict[str, int] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -46,6 +46,7 @@ class JobResult:
         startup: seconds until it was ready.
         seconds: work's name -> seconds of its fastest call.
         output_tokens: work's name -> tokens that came out of it.
+        joules: work's name -> what the GPU used in that call; empty where it does not tell.
         extra: what else the engine tells of itself.
     """
 
@@ -53,6 +54,7 @@ class JobResult:
     startup: float
     seconds: dict[str, float]
     output_tokens: dict[str, int]
+    joules: dict[str, float] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
 

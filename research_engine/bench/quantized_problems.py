@@ -8,10 +8,11 @@ import torch
 from torch.nn import functional
 
 from research_engine import kernels
+from research_engine.bench import kernel_peers
 from research_engine.bench.kernel_problems import SAMPLED_COLUMNS, TOLERANCES, Problem, Setting, Sizes, relative_error
 from research_engine.bench.kernel_timing import Results, Run
 from research_engine.kernels import reference
-from research_engine.kernels.quantized import KINDS, QuantizedWeight, columns_of
+from research_engine.kernels.quantized import KINDS, QuantizedWeight, columns_of, unpack_weight
 
 
 def random_weight(kind: str, n: int, k: int, group_size: int, setting: Setting) -> QuantizedWeight:
@@ -56,12 +57,23 @@ def make_quantized_matmul(kind: str) -> Callable[[Sizes, Setting], Problem]:
             floats = kernels.dequantize_weight(weight, setting.dtype)
             return lambda: (functional.linear(x, floats),)
 
+        def packed() -> kernel_peers.PackedInputs:
+            assert weight.zeros is not None
+            scales, zeros = (part[:, : sizes["N"]].contiguous() for part in (weight.scales, weight.zeros))
+            return kernel_peers.PackedInputs(x, unpack_weight(weight), scales, zeros)
+
+        peers = {"torch": dense, "dequantised": dequantized}
+        if kind == "int4" and setting.device.type == "cuda":
+            peers |= {
+                "Marlin": lambda: kernel_peers.marlin(packed()),
+                "Machete": lambda: kernel_peers.machete(packed()),
+            }
         return Problem(
             run,
             reset=reset,
             error=lambda results: relative_error(results[0][:, :last], expected),
             tolerance=TOLERANCES[setting.dtype],
-            peers={"torch": dense, "dequantised": dequantized},
+            peers=peers,
         )
 
     return make

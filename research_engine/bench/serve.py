@@ -10,11 +10,11 @@ import asyncio
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -29,8 +29,9 @@ from research_engine.bench.datasets import Dataset, Sample, build_dataset
 from research_engine.bench.event_loop import run_fast
 from research_engine.bench.load import Load, LoadDriver
 from research_engine.bench.prompts import TokenizerLike, stream
+from research_engine.bench.result_file import check_place
 from research_engine.bench.serve_options import ServeBenchOptions, TrafficOptions, pairs
-from research_engine.bench.serve_report import header_of, report_lines, write_result
+from research_engine.bench.serve_report import header_of, report_lines, save_result
 from research_engine.bench.serve_result import serve_result
 from research_engine.bench.server_facts import NoModelList, ServerError, counters, differences, model_of, server_facts
 from research_engine.bench.sweep import run_sweep
@@ -44,6 +45,9 @@ def main(options: Annotated[ServeBenchOptions, tyro.conf.arg(name="")]) -> int:
     Args:
         options: what to ask, how, when, and what to report.
     """
+    report = options.report
+    if report.save_result or report.append_result:
+        check_place(Path(report.result_dir or ".") / (report.result_filename or "result.json"), "result file")
     _raise_file_limit()
     return run_fast(_main(options))
 
@@ -55,15 +59,12 @@ async def _main(options: ServeBenchOptions) -> int:
             return await run_sweep(client, options)
         result = await client.measure(options.traffic)
         print("\n".join(report_lines(result, options)))
+        saved = True
         if options.report.save_result or options.report.append_result:
-            try:
-                print(f"wrote {write_result(result, options)}")
-            except OSError as error:
-                print(f"research-engine bench serve: the result is not saved: {error}", file=sys.stderr)
-                return 1
+            saved = save_result(result, options)
         if result["interrupted"]:
             return INTERRUPTED
-        return 0 if result["completed"] else 1
+        return 0 if result["completed"] and saved else 1
     finally:
         await client.close()
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from research_engine.bench.result_file import rescue, save
 from research_engine.bench.serve_options import ServeBenchOptions, TrafficOptions, pairs
 from research_engine.bench.serve_result import DETAILS
 
@@ -91,21 +90,28 @@ def _line(label: str, value: Any) -> str:
     return f"{label:<40} {value:<10}".rstrip()
 
 
-def write_result(result: Mapping[str, Any], options: ServeBenchOptions) -> Path:
-    """Write the JSON file that the options name, and return its path.
-
-    Raises:
-        OSError: it cannot be written; what was there before still is.
-    """
+def result_path(options: ServeBenchOptions, result: Mapping[str, Any]) -> Path:
+    """The JSON file that the options name, or that the result gives its name to."""
     report = options.report
-    path = Path(report.result_dir or ".") / (report.result_filename or default_name(result))
+    return Path(report.result_dir or ".") / (report.result_filename or default_name(result))
+
+
+def save_result(result: Mapping[str, Any], options: ServeBenchOptions) -> bool:
+    """Write the JSON file that the options name, and say so; False where it had to go elsewhere."""
+    report, path = options.report, result_path(options, result)
     kept = {key: value for key, value in result.items() if report.save_detailed or key not in DETAILS}
-    line = json.dumps(finite(kept), ensure_ascii=False)
+    line = json.dumps(finite(kept), ensure_ascii=False) + "\n"
     before = ""
     if report.append_result and path.exists():
-        before = path.read_text(encoding="utf-8").rstrip("\n") + "\n"
-    write_text(path, f"{before}{line}\n")
-    return path
+        try:
+            before = path.read_text(encoding="utf-8").rstrip("\n") + "\n"
+        except (OSError, UnicodeDecodeError) as error:
+            rescue(path, line, error)
+            return False
+    if not save(path, before + line):
+        return False
+    print(f"wrote {path}")
+    return True
 
 
 def default_name(result: Mapping[str, Any], suffix: str = ".json") -> str:
@@ -135,24 +141,6 @@ def header_of(
         "max_concurrency": traffic.max_concurrency,
         "seed": traffic.seed,
     }
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file in one move, so that it is the old one or the new one and never a part."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """As `write_text`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    finally:
-        Path(name).unlink(missing_ok=True)
 
 
 def finite(value: Any) -> Any:

@@ -105,10 +105,14 @@ async def closed_loop(port: int, request: bytes, *, connections: int, seconds: f
 
 
 async def open_loop(port: int, request: bytes, *, connections: int, rate: float, seconds: float) -> LoadResult:
-    """Requests at absolute times, `rate` a second; latency counts from the scheduled time, however late it is sent."""
+    """Requests at absolute times, `rate` a second, over connections that are there and in use before the first.
+
+    Latency counts from the scheduled time, however late a request is sent.
+    """
     result = LoadResult()
     free: asyncio.Queue[_Connection] = asyncio.Queue()
     for connection in await _connections(port, connections):
+        await connection.ask(request)  # the server takes connections as it comes to it: this one is taken
         free.put_nowait(connection)
     start, tasks = time.perf_counter(), set()
 

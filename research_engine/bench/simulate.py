@@ -20,9 +20,9 @@ from research_engine.engine.driver import Arrival, replay
 from research_engine.engine.engine import Engine
 from research_engine.engine.sampling_params import SamplingParams
 from research_engine.loading.dummy import DUMMY_MODELS
-from research_engine.simulation.build import kv_blocks_of, simulated_engine
+from research_engine.simulation.build import cost_model_of, kv_blocks_of, simulated_engine
 from research_engine.simulation.gpu_sheet import load_sheet
-from research_engine.simulation.roofline import RooflineCost
+from research_engine.simulation.profiled import ProfiledCost
 from research_engine.simulation.streamed_records import StreamedRecords
 
 
@@ -38,6 +38,7 @@ class SimulateOptions:
             log-normals of the filtered file's median and mean (prompt 108 and 236, output 140 and 217).
         model: a dummy model, for its shape.
         gpu: a sheet.
+        cost_model: roofline (of the sheet), or profiled:FILE.
         scheduler: a policy by name.
         max_num_seqs: requests at once.
         prefix_caching: whether full blocks are hashed and published.
@@ -50,6 +51,7 @@ class SimulateOptions:
     lengths: Path | None = None
     model: str = "dummy:llama3-8b"
     gpu: str = "h200"
+    cost_model: str = "roofline"
     scheduler: str = "chunked_prefill"
     max_num_seqs: int = 256
     prefix_caching: bool = False
@@ -83,15 +85,21 @@ class SimulateReport:
 
 
 def run(options: SimulateOptions) -> SimulateReport:
-    """Simulate, and time it from the first arrival to the last token."""
+    """Simulate, and time it from the first arrival to the last token.
+
+    Raises:
+        ValueError: the cost model cannot be had.
+    """
     model, gpu = DUMMY_MODELS[options.model].config, load_sheet(options.gpu)
+    cost = cost_model_of(options.cost_model, model_name=options.model, model=model, gpu=gpu)
     config = EngineConfig(
         num_blocks=kv_blocks_of(model, gpu, max_num_seqs=options.max_num_seqs),
         max_num_seqs=options.max_num_seqs,
         enable_prefix_caching=options.prefix_caching,
+        overlap=isinstance(cost, ProfiledCost) and cost.profile.overlap,
     )
     records = StreamedRecords()
-    engine = simulated_engine(config, schedulers.create(options.scheduler), RooflineCost(model, gpu), records=records)
+    engine = simulated_engine(config, schedulers.create(options.scheduler), cost, records=records)
     arrivals = list(_arrivals(options))
     watches = _watch(engine) if options.parts else {}
     begin, begin_cpu = time.perf_counter(), time.process_time()
@@ -128,7 +136,7 @@ class _Stopwatch:
 def _watch(engine: Engine) -> dict[str, _Stopwatch]:
     """Mutates the engine: its step's parts, and what is inside two of them, run under stopwatches."""
     watches = {name: _Stopwatch(engine, name) for name in ("view", "plan", "commit", "execute", "update")}
-    watches["cost model"] = _Stopwatch(engine.executor._cost_model, "seconds")  # type: ignore[attr-defined]
+    watches["cost model"] = _Stopwatch(engine.executor, "_step_time")
     watches["totals"] = _Stopwatch(engine.records, "add_step")
     return watches
 

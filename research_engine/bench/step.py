@@ -1,15 +1,16 @@
 """`research-engine bench step`: where a decode step's time goes, on the host and on the device, as table and picture.
 
-The engine's own phases are marked in torch's profiler, which writes the device's kernels on the same clock. Profiling
-costs host time, so the time per step is taken before, without it.
+The engine's own phases are marked in torch's profiler, which writes the device's kernels on the same clock: the picture
+and the device's part of the table. Profiling costs host time, so the step's and the host's times are taken before, by a
+stopwatch around each phase.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -104,13 +105,13 @@ def main(options: Annotated[StepOptions, tyro.conf.arg(name="")]) -> int:
     try:
         engine = llm.engine
         _fill(engine, options)
-        seconds = _time(engine, options.steps)
+        seconds, phases = _time(engine, options.steps)
         host, device = _record(engine, options.steps)
     finally:
         llm.shutdown()
     console = Console()
     title = f"{options.model}, {options.batch} requests of {options.context} tokens"
-    console.print(_table(title, options.batch, seconds, host, device, options.steps))
+    console.print(_table(title, options.batch, seconds, phases, device, options.steps))
     if options.out is not None:
         draw(options.out, title, host, device)
         console.print(f"picture: {options.out}", highlight=False)
@@ -128,24 +129,35 @@ def _fill(engine: Engine, options: StepOptions) -> None:
         engine.step()
 
 
-def _time(engine: Engine, steps: int) -> float:
-    """Median seconds of a step."""
-    times = []
-    for _ in range(steps):
+def _time(engine: Engine, steps: int) -> tuple[float, dict[str, float]]:
+    """Median seconds of a step, and mean seconds of each phase in it."""
+    times, spent = [], dict.fromkeys((*PHASES, "wait"), 0.0)
+
+    @contextmanager
+    def stopwatch(phase: str) -> Iterator[None]:
         begin = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - begin)
-    return median(times)
+        yield
+        spent[phase] += time.perf_counter() - begin
+
+    with _around_phases(engine, stopwatch):
+        for _ in range(steps):
+            begin = time.perf_counter()
+            engine.step()
+            times.append(time.perf_counter() - begin)
+    return median(times), {phase: seconds / steps for phase, seconds in spent.items()}
 
 
 def _record(engine: Engine, steps: int) -> tuple[list[Span], list[Span]]:
     """Phases on the host and kernels on the device of so many steps, by start."""
     import torch
     from torch.autograd import DeviceType  # type: ignore[attr-defined]
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import ProfilerActivity, profile, record_function
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    with _marked(engine), profile(activities=activities) as profiler:
+    with (
+        _around_phases(engine, lambda phase: record_function(_MARK + phase)),
+        profile(activities=activities) as profiler,
+    ):
         for _ in range(steps):
             engine.step()
         if torch.cuda.is_available():
@@ -161,20 +173,19 @@ def _record(engine: Engine, steps: int) -> tuple[list[Span], list[Span]]:
 
 
 @contextmanager
-def _marked(engine: Engine) -> Iterator[None]:
-    """Every phase of the loop, and the wait for tokens inside of update, leaves a mark in the profile."""
-    from torch.profiler import record_function
+def _around_phases(engine: Engine, around: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Every phase of the loop, and the wait for tokens inside of update, runs in a context made for its name."""
 
-    def marked(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            with record_function(_MARK + phase):
+            with around(phase):
                 result = call(*args)
-            return _MarkedPending(marked("wait", result.wait)) if phase == "execute" else result
+            return _WrappedPending(wrapped("wait", result.wait)) if phase == "execute" else result
 
         return run
 
     for phase in PHASES:
-        setattr(engine, phase, marked(phase, getattr(engine, phase)))
+        setattr(engine, phase, wrapped(phase, getattr(engine, phase)))
     try:
         yield
     finally:
@@ -182,7 +193,7 @@ def _marked(engine: Engine) -> Iterator[None]:
             delattr(engine, phase)
 
 
-class _MarkedPending:
+class _WrappedPending:
     def __init__(self, wait: Callable[[], Any]) -> None:
         self.wait = wait
 
@@ -193,17 +204,17 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, parts in _KINDS if any(part in name for part in parts)), "other")
 
 
-def _table(title: str, batch: int, seconds: float, host: Sequence[Span], device: Sequence[Span], steps: int) -> Table:
+def _table(
+    title: str, batch: int, seconds: float, phases: Mapping[str, float], device: Sequence[Span], steps: int
+) -> Table:
     table = Table(title=f"{title}: {1e3 * seconds:.3f} ms a step", title_justify="left")
     for column in ("where", "what", "us a step", "per sequence"):
         table.add_column(column, justify="left" if column in ("where", "what") else "right")
-    parts = _sums(host)
-    parts["update"] = parts.get("update", 0.0) - parts.get("wait", 0.0)
-    busy = sum(total for what, total in parts.items() if what != "wait") / steps
-    for what in (*PHASES, "wait"):
-        share = parts.get(what, 0.0) / steps
-        table.add_row("host", what, f"{share:.1f}", f"{share / batch:.2f}")
-    table.add_row("host", "all but wait", f"{busy:.1f}", f"{busy / batch:.2f}", end_section=True)
+    host = {phase: 1e6 * spent for phase, spent in phases.items()}
+    host["update"] -= host["wait"]
+    host["all but wait"] = sum(host.values()) - host["wait"]
+    for what, spent in host.items():
+        table.add_row("host", what, f"{spent:.1f}", f"{spent / batch:.2f}", end_section=what == "all but wait")
     for what, total in sorted(_sums(device).items(), key=lambda part: -part[1]):
         table.add_row("device", what, f"{total / steps:.1f}", f"{total / steps / batch:.2f}")
     if device:

@@ -20,8 +20,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from research_engine.bench.result_file import rescue, write_bytes, write_text
 from research_engine.bench.serve_options import ServeBenchOptions, TrafficOptions
-from research_engine.bench.serve_report import default_name, errors_of, finite, write_bytes, write_text
+from research_engine.bench.serve_report import errors_of, finite, result_path
 from research_engine.bench.serve_result import DETAILS
 
 MOST_FAILED = 0.01
@@ -68,11 +69,12 @@ async def run_sweep(client: Measures, options: ServeBenchOptions) -> int:
     if any(run["void"] for run in sweep.runs if run["request_rate"] == sweep.saturation.failed):
         print("At the rate that is not, the load did not arrive as planned: that limit may be the client's.")
     if options.report.save_result and sweep.runs:
+        path = sweep_path(sweep, options)
         try:
-            for path in write_sweep(sweep, options):
-                print(f"wrote {path}")
+            for written in write_sweep(sweep, options, path):
+                print(f"wrote {written}")
         except OSError as error:
-            print(f"the sweep is not saved: {error}")
+            rescue(path, sweep_json(sweep, options), error)
             return 1
     if sweep.interrupted:
         return _INTERRUPTED
@@ -226,22 +228,28 @@ def sweep_table(sweep: Sweep, options: ServeBenchOptions) -> Table:
     return table
 
 
-def write_sweep(sweep: Sweep, options: ServeBenchOptions) -> list[Path]:
-    """The runs as JSON, the table as Markdown and CSV, the plot as PNG, all beside each other."""
-    report, first = options.report, sweep.runs[0]
-    name = report.result_filename or default_name({**first, "request_rate": "sweep"})
-    path = Path(report.result_dir or ".") / name
-    rows = rows_of(sweep, options)
-    runs = [
-        {key: value for key, value in run.items() if report.save_detailed or key not in DETAILS} for run in sweep.runs
-    ]
+def sweep_path(sweep: Sweep, options: ServeBenchOptions) -> Path:
+    """Of its JSON file."""
+    return result_path(options, {**sweep.runs[0], "request_rate": "sweep"})
+
+
+def sweep_json(sweep: Sweep, options: ServeBenchOptions) -> str:
+    """All of it."""
+    detailed = options.report.save_detailed
+    runs = [{key: value for key, value in run.items() if detailed or key not in DETAILS} for run in sweep.runs]
     whole = {
         "saturation": sweep.saturation._asdict(),
         "interrupted": sweep.interrupted,
         "criterion": {"most_failed": MOST_FAILED, "attainment": options.traffic.sweep_attainment},
         "runs": runs,
     }
-    write_text(path, json.dumps(finite(whole), ensure_ascii=False) + "\n")
+    return json.dumps(finite(whole), ensure_ascii=False) + "\n"
+
+
+def write_sweep(sweep: Sweep, options: ServeBenchOptions, path: Path) -> list[Path]:
+    """The runs as JSON, the table as Markdown and CSV, the plot as PNG, all beside each other."""
+    rows = rows_of(sweep, options)
+    write_text(path, sweep_json(sweep, options))
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
     writer.writeheader()

@@ -5,35 +5,42 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from research_engine.calibration.designs import PARTS, Design, Limits, basis_of, make_designs
+from research_engine.calibration.device_timer import timer_of
 from research_engine.calibration.machine import machine_facts, waits_for
 from research_engine.calibration.measure import REPEATS, Bench, median_sample
+from research_engine.calibration.measurement import Measurement
 from research_engine.calibration.recorded import read_steps
-from research_engine.engine.contract import Scheduler
+from research_engine.calibration.serving import Served, serve
 from research_engine.engine.engine import Engine
 from research_engine.simulation.fit import (
     MIN_STEPS,
     Sample,
+    device_error,
     every_fifth,
     fit_host,
     fit_profile,
     fit_samples,
+    fit_together,
     recorded_samples,
     refine,
-    sample_error,
-)  # fmt: skip
-from research_engine.simulation.profiled import Profile
+    run_error,
+)
+from research_engine.simulation.profiled import Profile, ProfiledCost
+from research_engine.simulation.step_kind import Ladders
+from research_engine.simulation.timeline import step_error, step_times
 
 DESIGNED_SHARE, SERVED_SHARE = 0.7, 0.25  # of the time; the rest is for loading and fitting
 MIN_DESIGNS = 40
@@ -59,7 +66,9 @@ class ProfileOptions:
         block_size: token slots per KV block.
         kv_cache_memory: GiB; None takes what the engine takes on a GPU, and 1 on a CPU.
         scheduler: the policy whose host time is in the profile.
-        from_run: no measurement: fit the steps recorded in this run directory (of experiments/run.py) instead.
+        measurement: file to keep what was measured in, so that `from_measurement` can fit it again; None keeps nothing.
+        from_measurement: no measuring: fit what such a file holds.
+        from_run: no measuring: fit the steps recorded in this run directory (of experiments/run.py) instead.
         base: with from_run: the profile to refine on those steps; without one they are all there is.
         seed: of the order of the batches, lengths and token ids.
     """
@@ -76,6 +85,8 @@ class ProfileOptions:
     block_size: int = 16
     kv_cache_memory: float | None = None
     scheduler: str = "chunked_prefill"
+    measurement: Path | None = None
+    from_measurement: Path | None = None
     from_run: Path | None = None
     base: Path | None = None
     seed: int = 0
@@ -85,6 +96,9 @@ class ProfileOptions:
             raise ValueError(f"minutes = {self.minutes!r}: must be > 0 and <= 60")
         if self.base is not None and self.from_run is None:
             raise ValueError(f"base = {self.base}: is refined on the steps of a run; give from_run, too")
+        given = [name for name in ("measurement", "from_measurement", "from_run") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and {given[1]} are both given: one of them at most")
 
 
 def main(options: Annotated[ProfileOptions, tyro.conf.arg(name="")]) -> int:
@@ -96,9 +110,18 @@ def main(options: Annotated[ProfileOptions, tyro.conf.arg(name="")]) -> int:
     console = Console()
     if options.from_run is not None:
         profile = from_run(options)
+    elif options.from_measurement is not None:
+        profile = fit(read_measurement(options))
     else:
         with _bar() as advance:
-            profile = measure(options, advance)
+            found = measure(options, advance)
+        if options.measurement is not None:
+            try:
+                found.save(options.measurement)
+            except OSError as error:
+                rule = f"it cannot be written ({error.strerror})"
+                raise ValueError(f"measurement = {options.measurement}: {rule}") from error
+        profile = fit(found)
     out = options.out or Path(_file_name(profile))
     try:
         profile.save(out)
@@ -124,11 +147,27 @@ def from_run(options: ProfileOptions) -> Profile:
     except OSError as error:
         raise ValueError(f"base = {options.base}: {error.strerror}") from error
     base.require(model=options.model)
-    return refine(base, recorded_samples(steps))
+    training, held = every_fifth(recorded_samples(steps))
+    refined = refine(base, training)
+    return replace(refined, held_out=run_error(refined, [sample.timed for sample in held], overlap=False))
 
 
-def measure(options: ProfileOptions, advance: Advance, *, clock: Callable[[], float] = time.perf_counter) -> Profile:
-    """Measure and fit.
+def read_measurement(options: ProfileOptions) -> Measurement:
+    """Raises ValueError: there is none, or it is of another model."""
+    assert options.from_measurement is not None
+    try:
+        found = Measurement.load(options.from_measurement)
+    except OSError as error:
+        raise ValueError(f"from_measurement = {options.from_measurement}: {error.strerror}") from error
+    if found.model != options.model:
+        raise ValueError(f"from_measurement = {options.from_measurement}: is of {found.model}, wanted {options.model}")
+    return found
+
+
+def measure(
+    options: ProfileOptions, advance: Advance, *, clock: Callable[[], float] = time.perf_counter
+) -> Measurement:
+    """Measure designed batches, block moves and ordinary serving.
 
     Args:
         advance: is told the share of the time that is used, and what is going on.
@@ -163,16 +202,22 @@ def measure(options: ProfileOptions, advance: Advance, *, clock: Callable[[], fl
     advance(0.0, f"loading {options.model}")
     loaded = load(engine_options, progress=False)
     engine = build_engine(engine_options, loaded)
-    bench = Bench(engine, waits_for(str(device)), always_warm=device.type == "cuda", seed=options.seed)
+    timer = timer_of(str(device))
+    executor: Any = engine.executor
+    ladders = Ladders(*executor.graph_sizes)
+    bench = Bench(engine, timer, waits_for(str(device)), always_warm=timer.apart, seed=options.seed)
 
     def elapsed() -> float:
         return (clock() - begin) / span
 
     try:
-        designs = make_designs(_limits(engine), steps=REPEATS + 4, seed=options.seed)
+        designs = make_designs(_limits(engine), ladders, steps=REPEATS + 4, seed=options.seed)
         measured = _measure_designs(bench, designs, elapsed, advance)
         moves = bench.moves()
-        served = _serve(bench, scheduler, elapsed, advance, options.seed)
+        served = _serve(
+            serve(engine.config, engine.executor, scheduler, apart=timer.apart, ladders=ladders, seed=options.seed),
+            elapsed, advance,
+        )  # fmt: skip
     finally:
         engine.executor.shutdown()
     if len(measured) < MIN_DESIGNS or len(served) < MIN_STEPS:
@@ -181,35 +226,41 @@ def measure(options: ProfileOptions, advance: Advance, *, clock: Callable[[], fl
             f"measured; a profile needs {MIN_DESIGNS} and {MIN_STEPS}: give more minutes, or lower "
             "max_num_batched_tokens or max_model_len"
         )
-    advance(1.0, "fitting")
     machine = machine_facts(str(device), str(loaded.model.dtype).removeprefix("torch."))
-    return fit(measured, moves, served, designs_made=len(designs), model=options.model, machine=machine)
+    return Measurement(options.model, machine, ladders, engine.config.overlap, len(designs), measured, moves, served)
 
 
-def fit(
-    measured: Mapping[Design, Sequence[Sample]],
-    moves: Sequence[Sample],
-    served: Sequence[Sample],
-    *,
-    designs_made: int,
-    model: str,
-    machine: Mapping[str, str],
-) -> Profile:
-    """From measurements to a profile with its errors: a fifth of each part's designs and of the steps is held out."""
+def fit(found: Measurement) -> Profile:
+    """From measurements to a profile with its errors: a fifth of each part's designs and of the stretches held out."""
     training, held = [], {}
     for part in PARTS:
-        rest, out = every_fifth([design for design in measured if design.part == part])
+        rest, out = every_fifth([design for design in found.designed if design.part == part])
         training += rest
-        held[part] = [median_sample(measured[design]) for design in out]
-    samples = [median_sample(measured[design]) for design in training]
-    basis = basis_of(training)
-    designed = fit_samples([*samples, *moves], basis, model=model, machine=machine)
-    parts = {part: sample_error(designed, out, host=False) for part, out in held.items() if out}
-    often, seldom = every_fifth(served)
-    origin = f"{len(measured)} of {designs_made} designed batches, {len(moves)} block moves"
-    profile = replace(designed, host=fit_host(often), origin=origin)
-    parts["served steps, from the designed ones alone"] = sample_error(profile, seldom)
-    return replace(refine(profile, served), parts=parts)
+        held[part] = [median_sample(found.designed[design]) for design in out]
+    samples = [median_sample(found.designed[design]) for design in training]
+    basis = basis_of(training, found.ladders)
+    designed = fit_samples([*samples, *found.moves], basis, model=found.model, machine=found.machine)
+    parts = {part: device_error(designed, out) for part, out in held.items() if out}
+    held_out = _held_out(found.served)
+    seen = [step.sample for step in found.served if step.stretch not in held_out]
+    origin = f"{len(found.designed)} of {found.designs_made} designed batches, {len(found.moves)} block moves"
+    profile = replace(designed, host=fit_host(seen, found.ladders, samples), overlap=found.overlap, origin=origin)
+    parts["served steps, from the designed ones alone"] = _served_error(profile, found, held_out)
+    refined = fit_together(profile, refine(profile, seen, samples), basis, [*samples, *found.moves], seen)
+    return replace(refined, parts=parts, held_out=_served_error(refined, found, held_out))
+
+
+def _held_out(served: Sequence[Served]) -> set[int]:
+    """Every fifth stretch, one at least: the steps of one are too alike to be split."""
+    stretches = list(dict.fromkeys(step.stretch for step in served))
+    return set(every_fifth(stretches)[1] or stretches[-1:])
+
+
+def _served_error(profile: Profile, found: Measurement, stretches: set[int]) -> dict[str, float]:
+    """Of the steps of some stretches."""
+    real, foretold = step_times([step.timed for step in found.served], ProfiledCost(profile), overlap=found.overlap)
+    chosen = np.array([step.stretch in stretches for step in found.served])
+    return step_error(real[chosen], foretold[chosen])
 
 
 def error_table(profile: Profile) -> Table:
@@ -245,13 +296,11 @@ def _measure_designs(
     return measured
 
 
-def _serve(
-    bench: Bench, scheduler: Scheduler, elapsed: Callable[[], float], advance: Advance, seed: int
-) -> list[Sample]:
+def _serve(source: Iterator[Served], elapsed: Callable[[], float], advance: Advance) -> list[Served]:
     """Steps of ordinary serving, for its share of the time."""
     end = min(elapsed(), DESIGNED_SHARE) + SERVED_SHARE
     steps = []
-    for step in bench.served(scheduler, seed=seed):
+    for step in source:
         advance(elapsed(), "ordinary serving")
         steps.append(step)
         if elapsed() > end:

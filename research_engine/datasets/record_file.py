@@ -18,16 +18,21 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     if path.suffix not in (".csv", ".jsonl"):
         raise ValueError(f"{path}: records are read from .csv and .jsonl files")
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             if path.suffix == ".csv":
                 yield from csv.DictReader(file)
                 return
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
-                record = json.loads(line)
+                try:
+                    record = json.loads(line)
+                except json.JSONDecodeError as error:
+                    end = "" if line.endswith("\n") else ", the file's last, perhaps cut short"
+                    why = f"line {number}{end}: cannot be read as JSON: {line[:60]!r}: {error.msg}"
+                    raise ValueError(f"{path.name}, {why}") from error
                 if not isinstance(record, dict):
                     raise ValueError(f"{path.name}, line {number}: {line[:60]!r} is no JSON object")
                 yield record
-    except (OSError, UnicodeDecodeError, csv.Error, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error

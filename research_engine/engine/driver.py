@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from .engine import Engine
 from .errors import RequestError
+from .overdue import overdue_calls_end
 from .records import RequestRecord
 from .request import Request
 from .sampling_params import SamplingParams
@@ -78,11 +79,21 @@ def replay(
             loop. None leaves the loop open.
 
     Raises:
-        PlanError, PolicyError, StalledError: from the engine; what was recorded so far stays in its records.
+        PlanError, PolicyError, StalledError: from the engine; what was recorded so far stays in its records. A call of
+            the policy that does not come back is a PolicyError in the main thread (overdue.py).
     """
+    with overdue_calls_end(engine):
+        return _replay(engine, sorted(arrivals, key=_time), on_outputs, follow_up)
+
+
+def _replay(
+    engine: Engine,
+    pending: list[Arrival],
+    on_outputs: Callable[[list[TokenOutput]], None] | None,
+    follow_up: FollowUp | None,
+) -> ReplayReport:
     clock = engine.clock
     start, worst_lag, refused, entered = clock.now(), 0.0, {}, {}
-    pending = sorted(arrivals, key=_time)
     at, under_way = 0, {}
 
     def end(arrival: Arrival, output_token_ids: Sequence[int]) -> None:

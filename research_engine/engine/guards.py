@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from .clock import Stopwatch
 from .config import EngineConfig
@@ -12,8 +13,13 @@ from .contract import Batch, Clock, EngineView, Request, SchedulePlan, Scheduler
 from .errors import PlanError, PolicyError, PolicyFault, StalledError
 from .fallback import plan_by_arrival
 from .kv_cache import KVCache
+from .overdue import Overdue
 from .queues import RequestQueues
 from .records import StepRecord
+
+_PATIENCE, _LEAST_PATIENCE = 10, 10.0  # times schedule_limit, and seconds, for a call that may never return
+Subject = TypeVar("Subject")
+Answer = TypeVar("Answer")
 
 
 @dataclass
@@ -37,6 +43,8 @@ class GuardedPolicy:
 
     Attributes:
         faults: those that were gone over.
+        calls: of the policy so far; is_called: the latest of them has not returned.
+        patience: seconds after which it is taken for one that never will; see overdue.py.
     """
 
     def __init__(self, scheduler: Scheduler, config: EngineConfig) -> None:
@@ -44,6 +52,8 @@ class GuardedPolicy:
         self.faults = FaultLog()
         self._goes_on = config.on_fault == "go_on"
         self._limit = config.schedule_limit
+        self.calls, self.is_called = 0, False
+        self.patience = max(_LEAST_PATIENCE, _PATIENCE * self._limit)
         self._stopwatch = Stopwatch()
         self._event_error: PolicyError | None = None
         # a policy that has no ear for them needs no copy of every step's record
@@ -57,14 +67,14 @@ class GuardedPolicy:
         """Ask for a plan.
 
         Raises:
-            PolicyError: it raised, took longer than schedule_limit, or returned no SchedulePlan; with "go_on" the
-                step is planned by arrival instead.
+            PolicyError: it raised, took longer than schedule_limit, did not return, or returned no SchedulePlan; with
+                "go_on" the step is planned by arrival instead.
         """
         self._stopwatch.start()
         try:
-            plan = self.scheduler.schedule(view)
-        except (Exception, SystemExit) as error:
-            fault = self._error(f"schedule raised {type(error).__name__}: {error}", view.step, error)
+            plan = self._call(self.scheduler.schedule, view)
+        except (Exception, SystemExit, Overdue) as error:
+            fault = self._error(f"schedule {self._told(error)}", view.step, error)
         else:
             took = self._stopwatch.seconds()
             if isinstance(plan, SchedulePlan) and took <= self._limit:
@@ -104,10 +114,10 @@ class GuardedPolicy:
     def tell(self, event: str, about: Request | StepRecord, step: int) -> None:
         """Call one of its events; what it raises waits until the engine has done what it was about."""
         try:
-            getattr(self.scheduler, event)(about)
-        except (Exception, SystemExit) as error:
+            self._call(getattr(self.scheduler, event), about)
+        except (Exception, SystemExit, Overdue) as error:
             request_id = about.id if isinstance(about, Request) else None
-            fault = self._error(f"{event} raised {type(error).__name__}: {error}", step, error, request_id)
+            fault = self._error(f"{event} {self._told(error)}", step, error, request_id)
             if self._goes_on:
                 self.faults.add(fault)
             else:
@@ -123,6 +133,21 @@ class GuardedPolicy:
         error, self._event_error = self._event_error, None
         if error is not None:
             raise error
+
+    def _call(self, method: Callable[[Subject], Answer], about: Subject) -> Answer:
+        """A call of the policy, which its watch may end with Overdue."""
+        self.calls += 1
+        self.is_called = True
+        try:
+            return method(about)
+        finally:
+            self.is_called = False
+
+    def _told(self, error: BaseException) -> str:
+        """What a call did that ended with an error."""
+        if isinstance(error, Overdue):
+            return f"did not return within {self.patience:g} s; it was in {error.where()}"
+        return f"raised {type(error).__name__}: {error}"
 
     def _error(
         self, rule: str, step: int, cause: BaseException | None = None, request_id: str | None = None

@@ -36,6 +36,10 @@ class KVCache:
 
     Args:
         config: num_blocks, block_size, num_host_blocks, reservation, enable_prefix_caching and the limits are read.
+
+    Attributes:
+        balances_later: the step that leaves the engine idle does not balance the books, for somebody waits for its
+            tokens; who set this calls `balance_if_earned` afterwards.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -54,6 +58,7 @@ class KVCache:
         self._tokens_held = 0  # computed tokens of running requests, shared ones counted for each
         self._extra_refs = 0  # sum over blocks of refs - 1 where positive; only full blocks stay shared
         self.num_evictions = 0
+        self.balances_later = False
         self._steps_unchecked = 0  # since the books were last balanced
 
     # What is there.
@@ -327,16 +332,18 @@ class KVCache:
     # Invariants.
 
     def balance_when_due(self, live: Mapping[str, Request]) -> None:
-        """Called after every step: `check_integrity` where the configuration wants it always, otherwise when idle.
-
-        Balancing the books reads every block, so an idle engine does it only once its steps have earned it, or a
-        server of many short requests would do little else.
-        """
+        """Called after every step: `check_integrity` where the configuration wants it always, otherwise when idle."""
         self._steps_unchecked += 1
-        due = not live and self._steps_unchecked * _BLOCKS_CHECKED_PER_STEP >= self.num_blocks
-        if self._config.check_integrity or due:
-            self._steps_unchecked = 0
+        if self._config.check_integrity:
             self.check_integrity(live.values())
+        elif not live and not self.balances_later:
+            self.balance_if_earned()
+
+    def balance_if_earned(self) -> None:
+        """`check_integrity` of an idle engine; it reads every block, so only once so many steps have earned it."""
+        if self._steps_unchecked * _BLOCKS_CHECKED_PER_STEP >= self.num_blocks:
+            self._steps_unchecked = 0
+            self.check_integrity(())
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Balance the books: every block is used, evictable or free, once; every reference has its holder.

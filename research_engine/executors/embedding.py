@@ -100,7 +100,7 @@ class EmbeddingExecutor:
             made["lexical"] = self.heads.lexical(hidden_TH)
         if self.heads is not None and "multi" in asked:
             made["multi"] = self.heads.multi_vector(hidden_TH)
-        return _Step(self, result, [(text.id, text.num_prompt_tokens) for text in texts], dense, made)
+        return _Step(self, result, [(text.id, text.num_prompt_tokens) for text in texts], {"dense": dense, **made})
 
     def keep(self, request_id: str, dense: NDArray[np.float32], extras: Mapping[str, NDArray[np.float32]]) -> None:
         """Mutates: a text that is done and expected waits for `take`."""
@@ -127,20 +127,25 @@ class EmbeddingExecutor:
         tables = np.minimum(first_block[:-1, None] + np.arange(num_blocks.max()), first_block[-1] - 1)
         longest = int(lengths.max())
 
-        def sent(values: NDArray[np.int64], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.from_numpy(values).to(dtype).to(self.device, non_blocking=True)
-
-        sent_starts = sent(starts)
+        parts = [np.concatenate(prompts), positions, starts, slots, tables.ravel(), lengths]
+        token_ids, sent_positions, sent_starts, sent_slots, sent_tables, seq_lens = self._sent(parts)
         attention = AttentionMetadata(
             kv_cache=self._throw_away(model, int(first_block[-1])),
-            slot_mapping=sent(slots),
-            block_tables=sent(tables, torch.int32),
+            slot_mapping=sent_slots,
+            block_tables=sent_tables.to(torch.int32).view(tables.shape),
             query_start_loc=sent_starts.to(torch.int32),
-            seq_lens=sent(lengths, torch.int32),
+            seq_lens=seq_lens.to(torch.int32),
             max_query_len=longest,
             max_seq_len=longest,
         )
-        return sent(np.concatenate(prompts)), sent(positions), sent_starts, attention
+        return token_ids, sent_positions, sent_starts, attention
+
+    def _sent(self, parts: Sequence[NDArray[np.int64]]) -> list[torch.Tensor]:
+        """Arrays on the device, int64 and flat, by one copy that is not waited for."""
+        flat = torch.from_numpy(np.concatenate(parts))
+        if self.device.type == "cuda":  # pinned memory is not reused before the copy has ended
+            flat = flat.pin_memory().to(self.device, non_blocking=True)
+        return list(flat.split([part.size for part in parts]))
 
     def _throw_away(self, model: Decoder, num_blocks: int) -> torch.Tensor:
         """``[L, 2, N, Hkv, B, D]`` of which all layers are the same memory. Mutates: it grows with the largest step."""
@@ -153,23 +158,37 @@ class EmbeddingExecutor:
 
 
 class _Step:
-    """A launched step whose vectors are on their way."""
+    """A launched step whose results, rows of a text each or of a token, are on their way."""
 
     def __init__(
         self,
         executor: EmbeddingExecutor,
         result: StepResult,
         texts: Sequence[tuple[str, int]],
-        dense: torch.Tensor,
-        extras: Mapping[str, torch.Tensor],
+        made: Mapping[str, torch.Tensor],
     ) -> None:
-        self._executor, self._result, self._texts, self._dense, self._extras = executor, result, texts, dense, extras
+        self._executor, self._result, self._texts = executor, result, texts
+        self._event: torch.cuda.Event | None = None
+        if executor.device.type == "cuda":  # copied now, before the kernels of a next step stand in front of the copy
+            self._made = {name: _begin_copy(rows) for name, rows in made.items()}
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._made = dict(made)
 
     def wait(self) -> StepResult:
         """The tokens, which mean nothing; hands the vectors to the executor."""
-        dense, extras = self._dense.cpu().numpy(), {name: rows.cpu().numpy() for name, rows in self._extras.items()}
-        start = 0
+        if self._event is not None:
+            self._event.synchronize()
+        extras = {name: rows.numpy() for name, rows in self._made.items()}
+        dense, start = extras.pop("dense"), 0
         for (name, length), vector in zip(self._texts, dense, strict=True):
             self._executor.keep(name, vector, {kind: rows[start : start + length] for kind, rows in extras.items()})
             start += length
         return self._result
+
+
+def _begin_copy(rows: torch.Tensor) -> torch.Tensor:
+    """Pinned memory that a device's tensor is being copied to."""
+    host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+    return host.copy_(rows, non_blocking=True)

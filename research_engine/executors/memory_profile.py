@@ -19,18 +19,21 @@ def measured_plan(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     graphs: bool,
+    token_graphs: int = 0,
 ) -> MemoryPlan:
     """The plan of the GPU that holds the model's weights, from a run of the largest step.
 
     Args:
         graphs: decode steps will be CUDA graphs, whose pool holds what the largest of them takes.
+        token_graphs: tokens of the largest step with prompts that will be a graph; those have a pool of their own.
         others: as in MemoryPlan and EngineConfig.
     """
     device = model.device
     weights = torch.cuda.memory_allocated(device)
     sampled = min(max_num_seqs, max_num_batched_tokens)
     activations = step_bytes(model, num_tokens=max_num_batched_tokens, num_drawn=sampled, block_size=block_size)
-    pool = step_bytes(model, num_tokens=sampled, num_drawn=sampled, block_size=block_size) if graphs else 0
+    sizes = [sampled] * graphs + [token_graphs] * (token_graphs > 0)
+    pool = sum(step_bytes(model, num_tokens=size, num_drawn=sampled, block_size=block_size) for size in sizes)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return MemoryPlan(

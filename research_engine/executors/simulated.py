@@ -1,8 +1,11 @@
 """Computes nothing: asks a cost model how long each batch takes and lets that time pass on a virtual clock.
 
 The engine, the scheduler and the KV cache above it are the ones that serve a GPU. No wall clock is read anywhere, so a
-slow host changes no result. A step's host time passes when it is handed over, its device time when it is waited for,
-so an engine that runs ahead hides the one behind the other here as it does there.
+slow host changes no result. A step's host time passes when it is handed over and after its tokens are out, its device
+time when it is waited for, so an engine that runs ahead hides the one behind the other here as it does there:
+
+    host     before 1 | launch 1 |                before 2 | launch 2 | wait 1 | after 1 | before 3 | ...
+    device            | 1 ........................................... | 2 ...............
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Iterable
 
 from research_engine.engine.contract import Batch, Request, StepResult
 from research_engine.simulation.clock import VirtualClock
-from research_engine.simulation.cost_model import CostModel
+from research_engine.simulation.cost_model import CostModel, StepTime
 
 
 class SimulatedStep:
@@ -22,13 +25,14 @@ class SimulatedStep:
         ready: clock seconds at which its result is there.
     """
 
-    __slots__ = ("_clock", "_result", "ready")
+    __slots__ = ("_after", "_clock", "_result", "ready")
 
-    def __init__(self, result: StepResult, ready: float, clock: VirtualClock) -> None:
-        self._result, self.ready, self._clock = result, ready, clock
+    def __init__(self, result: StepResult, ready: float, after: float, clock: VirtualClock) -> None:
+        self._result, self.ready, self._after, self._clock = result, ready, after, clock
 
     def wait(self) -> StepResult:
         self._clock.reach(self.ready)
+        self._clock.advance_after_reading(self._after)
         return self._result
 
 
@@ -45,7 +49,7 @@ class SimulatedExecutor:
 
     def __init__(self, cost_model: CostModel, clock: VirtualClock) -> None:
         self._cost_model: CostModel | None = cost_model
-        self._host_seconds = getattr(cost_model, "host_seconds", None)
+        self._step_time = getattr(cost_model, "step_time", None)
         self._clock = clock
         self._free_at = -math.inf  # when the device has done what it was given
         self._token = 0
@@ -63,17 +67,22 @@ class SimulatedExecutor:
             raise RuntimeError("the executor was shut down")
         if batch.admitted:
             self._check(batch.admitted)
-        seconds = self._cost_model.seconds(batch)
-        if not 0.0 <= seconds < math.inf:
+        if self._step_time is not None:
+            time: StepTime = self._step_time(batch)
+        else:
+            time = StepTime(0.0, 0.0, self._cost_model.seconds(batch), 0.0)
+        if not (min(time) >= 0.0 and sum(time) < math.inf):
+            seconds = time.device if self._step_time is None else tuple(time)
             raise ValueError(f"step {batch.step}: the cost model says {seconds!r} s; time must be finite and >= 0")
-        host = 0.0
-        if self._host_seconds is not None:
-            host = min(seconds, self._host_seconds(batch))
-            self._clock.advance(host)
-        self._free_at = max(self._free_at, self._clock.now()) + (seconds - host)
+        clock = self._clock
+        clock.advance(time.before)
+        launching = clock.now()
+        launched = launching + time.launch
+        self._free_at = max(launched, max(self._free_at, launching) + time.device)
+        clock.reach(launched)
         token = self._token
         result = StepResult([token if draws else -1 for _, _, _, draws, _ in batch.rows])
-        return SimulatedStep(result, self._free_at, self._clock)
+        return SimulatedStep(result, self._free_at, time.after, clock)
 
     def shutdown(self) -> None:
         """Let the cost model go; further calls of execute raise RuntimeError."""

@@ -29,6 +29,7 @@ from research_engine.engine.contract import Batch, Pending, ScheduledRequest, St
 from research_engine.executors.device_batch import DeviceBatch, Drawing
 from research_engine.executors.kv_scales import kv_scales
 from research_engine.executors.logprobs import prompt_logprobs
+from research_engine.executors.memory_plan import MemoryPlan
 from research_engine.executors.sampler import Draw, Draws, Sampler
 from research_engine.executors.seats import SeatChanges
 from research_engine.executors.staging import Arrival
@@ -65,6 +66,7 @@ class TorchExecutor:
     Attributes:
         kv_cache: [L, 2, num_blocks, Hkv, block_size, D] in cache_dtype.
         host_cache: [L, 2, num_host_blocks, Hkv, block_size, D], pinned when the model is on a GPU.
+        memory_plan: what the device's memory was divided by; None where the cache's size was given.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class TorchExecutor:
         cache_dtype: torch.dtype | None = None,
         graph_sizes: Sequence[int] = (),
         token_sizes: Sequence[int] = (),
+        memory_plan: MemoryPlan | None = None,
     ) -> None:
+        self.memory_plan = memory_plan
         shape, device, dtype = model.config, model.device, cache_dtype or model.dtype
         self.device = device
         self._model: Decoder | None = model
@@ -104,6 +108,11 @@ class TorchExecutor:
         with torch.inference_mode():
             self._graphs.capture_all(lambda done, _: tell(done, count))
             self._token_graphs.capture_all(lambda done, _: tell(len(self._graphs.sizes) + done, count))
+
+    @property
+    def graph_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Rows of the graphs of decoding steps, and tokens of those of other steps; none off a GPU."""
+        return tuple(self._graphs.sizes), tuple(self._token_graphs.sizes)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> Pending:

@@ -215,11 +215,13 @@ def _unpack_cuda(words: torch.Tensor, bits: int) -> torch.Tensor:
 def quantized_matmul(
     x: torch.Tensor,
     weight: QuantizedWeight,
+    bias: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    overlap: bool = False,
 ) -> torch.Tensor:
-    """`x W^T` for few rows of x, bound by reading the packed weight. Sums are float32; scales are applied to them.
+    """`x W^T + bias` for few rows of x, bound by reading the packed weight. Sums are float32, scales applied to them.
 
     A row's result does not depend on the other rows. For many rows (some 64 on) `dequantize_weight` and torch's product
     are faster.
@@ -227,9 +229,12 @@ def quantized_matmul(
     Args:
         x: `[T, K]`, rows contiguous at any stride; on CUDA bfloat16 or float16, its rows aligned to 16 bytes.
         weight: on x's device.
+        bias: `[N]`, of x's dtype.
         out: `[T, N]`, rows contiguous at any stride, of x's dtype; made when None.
         workspace: CUDA only: float32, contiguous, for partial sums, of `quantized_matmul_workspace(...)` elements, zero
             before its first use and then left to these calls, one stream's at a time. Made and kept when None.
+        overlap: CUDA (sm_90 on): the kernel may begin to read the weight before kernels ahead of it in the stream have
+            ended, which hides the launch. Only for a weight that none of them writes: a constant. Results are the same.
 
     Returns:
         `out`.
@@ -242,7 +247,9 @@ def quantized_matmul(
         refuse("x", x, f"[T, K] = [T, {weight.in_features}] is needed, as the weight was packed")
     if out is None:
         out = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype, device=x.device)
-    arguments = (x, weight.weight, weight.scales, weight.zeros, weight.offsets, out, workspace, weight.kind)
+    arguments = (
+        x, weight.weight, weight.scales, weight.zeros, weight.offsets, bias, out, workspace, weight.kind, overlap,
+    )  # fmt: skip
     if traced(x):
         torch.ops.research_engine.quantized_matmul(*arguments)
     else:
@@ -343,9 +350,11 @@ def _check_quantized_matmul(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     offsets: torch.Tensor | None,
+    bias: torch.Tensor | None,
     out: torch.Tensor,
     workspace: torch.Tensor | None,
     kind: str,
+    overlap: bool,
 ) -> None:
     dtype = check_dtype("x", x)
     if x.dim() != 2 or x.shape[1] == 0:
@@ -355,6 +364,8 @@ def _check_quantized_matmul(
         refuse("out", out, "the shape has to be [T, N]")
     check_rows("out", out, dtype, (x.shape[0], out.shape[1]), "[T, N]")
     _check_weight(weight, scales, zeros, offsets, out.shape[1], x.shape[1], kind)
+    if bias is not None:
+        check_exactly("bias", bias, dtype, (out.shape[1],), "[N]")
     if x.is_cpu:
         if workspace is not None:
             refuse("workspace", workspace, "the CPU kernel takes none; leave it out")
@@ -386,17 +397,19 @@ def _quantized_matmul(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     offsets: torch.Tensor | None,
+    bias: torch.Tensor | None,
     out: torch.Tensor,
     workspace: torch.Tensor | None,
     kind: str,
+    overlap: bool,
 ) -> None:
-    _check_quantized_matmul(x, weight, scales, zeros, offsets, out, workspace, kind)
+    _check_quantized_matmul(x, weight, scales, zeros, offsets, bias, out, workspace, kind, overlap)
     stream, number = stream_of(x), KINDS[kind].number
     if workspace is None and not x.is_cpu:
         size = _C.quantized_matmul_workspace(number, x.shape[0], scales.shape[1], x.shape[1], x.get_device())
         workspace = _own_workspace(size, x.device, stream)
     group_size = x.shape[1] // scales.shape[0]
-    _C.quantized_matmul(x, weight, scales, zeros, offsets, out, workspace, number, group_size, stream)
+    _C.quantized_matmul(x, weight, scales, zeros, offsets, bias, out, workspace, number, group_size, overlap, stream)
 
 
 def _check_dequantize_weight(
@@ -432,8 +445,8 @@ _quantized_matmul_op = torch.library.custom_op(
     _quantized_matmul,
     mutates_args=("out", "workspace"),
     schema=(
-        "(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, Tensor? offsets, Tensor(a!) out, "
-        "Tensor(b!)? workspace, str kind) -> ()"
+        "(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, Tensor? offsets, Tensor? bias, Tensor(a!) out, "
+        "Tensor(b!)? workspace, str kind, bool overlap) -> ()"
     ),
 )
 _quantized_matmul_op.register_fake(_check_quantized_matmul)

@@ -87,9 +87,10 @@ def dequantize_weight(weight: QuantizedWeight) -> torch.Tensor:
     return result if weight.offsets is None else result + wide(weight.offsets)
 
 
-def quantized_matmul(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+def quantized_matmul(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """See `kernels.quantized_matmul`."""
-    return x.double() @ dequantize_weight(weight).T
+    product = x.double() @ dequantize_weight(weight).T
+    return product if bias is None else product + bias.double()
 
 
 def reshape_and_cache(

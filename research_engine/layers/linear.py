@@ -77,8 +77,7 @@ class Linear:
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         if self._quantized is not None:
-            product = self._quantized(x)
-            return product if self.bias is None else product.add_(self.bias)
+            return self._quantized(x, self.bias)
         assert self.weight is not None
         if 0 < x.shape[0] <= self._skinny_rows:
             return kernels.skinny_gemm(x, self.weight, self.bias, overlap=True)

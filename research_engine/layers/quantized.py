@@ -102,31 +102,59 @@ class QuantizedProduct:
             else:
                 runs.append([part])
         self._weights = [(_packed(run), run[0].order) for run in runs]
+        self._workspace = _shared_workspace([weight for weight, _ in self._weights])
+        if self._workspace is not None:  # from here on the weights are constants, which may be read early
+            torch.cuda.current_stream(self._workspace.device).synchronize()
 
     @property
     def num_bytes(self) -> int:
         """Memory that the weights take."""
         return sum(weight.num_bytes for weight, _ in self._weights)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``[T, N]``, with ``bias [N]``, of x's dtype, added."""
         if len(self._weights) == 1:
-            return self._product(x, *self._weights[0])
-        return torch.cat([self._product(x, weight, order) for weight, order in self._weights], dim=-1)
+            return self._product(x, *self._weights[0], bias)
+        sizes = [weight.out_features for weight, _ in self._weights]
+        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+        products = [self._product(x, *weight, part) for weight, part in zip(self._weights, biases, strict=True)]
+        return torch.cat(products, dim=-1)
 
-    def _product(self, x: torch.Tensor, weight: kernels.QuantizedWeight, order: torch.Tensor | None) -> torch.Tensor:
+    def _product(
+        self, x: torch.Tensor, weight: kernels.QuantizedWeight, order: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         if order is not None:
             x = x[:, order]
         if x.shape[0] <= _PACKED_ROWS.get((x.device.type, x.dtype), _PACKED_ROWS_GPU):
-            return kernels.quantized_matmul(x, weight)
+            return kernels.quantized_matmul(x, weight, bias, workspace=self._workspace, overlap=True)
         columns = max(1, _PIECE_BYTES // (weight.in_features * x.element_size()) // 128) * 128
         if columns >= weight.out_features:
-            return F.linear(x, kernels.dequantize_weight(weight, x.dtype))
+            return F.linear(x, kernels.dequantize_weight(weight, x.dtype), bias)
         out = x.new_empty(x.shape[0], weight.out_features)
         for first in range(0, weight.out_features, columns):
             last = min(first + columns, weight.out_features)
             piece = kernels.dequantize_weight(columns_of(weight, first, last), x.dtype)
-            out[:, first:last] = F.linear(x, piece)
+            out[:, first:last] = F.linear(x, piece, None if bias is None else bias[first:last])
         return out
+
+
+_workspaces: dict[torch.device, torch.Tensor] = {}
+
+
+def _shared_workspace(weights: Sequence[kernels.QuantizedWeight]) -> torch.Tensor | None:
+    """The memory that the packed products of a device share, None on a CPU: they follow each other in one stream.
+
+    It stays where it is, as graphs need it to, and is zeroed once: made in a graph, each replay would zero megabytes
+    for every layer. When a larger one is made, products that have the smaller one keep it.
+    """
+    device = weights[0].weight.device
+    size = max(kernels.quantized_matmul_workspace(weight, _PACKED_ROWS_GPU) for weight in weights)
+    if size == 0:
+        return None
+    kept = _workspaces.get(device)
+    if kept is None or kept.numel() < size:
+        kept = _workspaces[device] = torch.zeros(size, dtype=torch.float32, device=device)
+    return kept
 
 
 def _alike(a: QuantizedTensor, b: QuantizedTensor) -> bool:

@@ -13,7 +13,7 @@ _LLAMA3_ROPE = {
 }
 
 
-_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 
 
 def _shape(
@@ -113,6 +113,7 @@ DUMMY_SHAPES: dict[str, dict[str, Any]] = {
     "dummy:mistral-7b": _mistral(32000, 4096, 14336, 32, 32, 8, sliding_window=4096),
     "dummy:qwen2.5-0.5b": _qwen("Qwen2ForCausalLM", 151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
     "dummy:qwen2.5-7b": _qwen("Qwen2ForCausalLM", 152064, 3584, 18944, 28, 28, 4),
+    "dummy:qwen2.5-7b-awq": _qwen("Qwen2ForCausalLM", 152064, 3584, 18944, 28, 28, 4, quantization_config=_AWQ),
     "dummy:qwen3-0.6b": _qwen(
         "Qwen3ForCausalLM", 151936, 1024, 3072, 28, 16, 8, head_dim=128, tie_word_embeddings=True,
         max_position_embeddings=40960,

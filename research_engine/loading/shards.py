@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from research_engine.loading.errors import LoadError
+from research_engine.loading.pinned import PinnedCopies
 
 
 class ShardedCheckpoint(ABC):
@@ -30,6 +31,7 @@ class ShardedCheckpoint(ABC):
         self._paths: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._open: tuple[Path, Any] | None = None
+        self._to_device = PinnedCopies()
         index = directory / self.INDEX
         placed = _read_index(index) if index.exists() else None
         names = [self._single().name] if placed is None else sorted(set(placed.values()))
@@ -77,7 +79,7 @@ class ShardedCheckpoint(ABC):
         Raises:
             LoadError: it cannot be read.
         """
-        return self._tensor(self._opened(self._paths[name]), name).to(device)
+        return self._to_device(self._tensor(self._opened(self._paths[name]), name), device)
 
     def _opened(self, path: Path) -> Any:
         """The file's content; mutates: the file that was open before is closed."""

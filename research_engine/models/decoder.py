@@ -261,6 +261,12 @@ class Decoder:
         for linear in self._linears():
             linear.pack()
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a step waits for nothing, so that it can be a CUDA graph: experts one by one ask for their rows."""
+        experts = (layer.mlp for layer in self.layers if isinstance(layer.mlp, MixtureOfExperts))
+        return all(mlp.stacked is not None for mlp in experts)
+
     def make_batch_invariant(self) -> None:
         """Mutates: from now on a row's result is the same bits whatever else is in the batch, at some cost.
 

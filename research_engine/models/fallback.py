@@ -78,6 +78,8 @@ class TransformersDecoder:
         ConfigError: the module's attention cannot run over a paged cache, and why.
     """
 
+    capturable = False  # transformers' modules look at values, of positions for one
+
     def __init__(self, module: Any, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self.kv_scales: torch.Tensor | None = None

@@ -1,15 +1,19 @@
 """The HTTP process's end of the engine: starts the process, hands requests over, deals out what comes back.
 
 All of it runs in one event loop. A `Generation` holds what its reader has not taken yet, merged where it can be; a
-reader too far behind is given up, so that memory stays bounded.
+reader too far behind is given up, so that memory stays bounded. A process that owes answers and says nothing is taken
+for hung and ended.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import multiprocessing
+import os
+import signal
 import socket
 import time
 from collections import deque
@@ -44,6 +48,8 @@ log = logging.getLogger("research_engine.server")
 STEPS_KEPT = 512
 MAX_UNREAD = 262144  # numbers that wait for a reader: tokens, each with the log-probabilities beside it
 _MERGE_FROM = 8  # unread deltas before they are merged
+LOOKS = 8  # at a process, over the time that it may be silent
+_LAST_WORDS = 0.5  # seconds in which a hung process says where it hangs
 
 
 class EngineStartError(ValueError):
@@ -148,25 +154,48 @@ class Generation:
             self._waiter.set_result(None)
 
 
+class Silence:
+    """Whether a process that owes answers has been silent for `LOOKS` whole intervals between looks at it.
+
+    Looks count, not seconds: a machine that slept, or an event loop that was held up, is not blamed on the process.
+    """
+
+    def __init__(self) -> None:
+        self._messages, self._looks = 0, 0
+
+    def is_too_long(self, messages: int, *, owes: bool) -> bool:
+        """Told at every look how many messages have come so far, and whether answers are owed."""
+        self._looks = self._looks + 1 if owes and messages == self._messages else 0
+        self._messages = messages
+        return self._looks > LOOKS  # the work may have come just before the first of these looks
+
+
 class EngineClient(asyncio.Protocol):
     """One engine process.
 
     Args:
         source: how the process makes its engine.
         on_death: called once, in the loop, when a process that served is gone without having been closed.
+        step_timeout: seconds without a word from a process that has work, after which it is ended; 0: no limit.
 
     Attributes:
         ready: what the engine said of itself; None before and after.
         snapshot: its latest counts; steps: its latest 512 steps.
+        is_stuck: the process cannot even be killed, as when a driver holds it.
     """
 
-    def __init__(self, source: EngineSource, on_death: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, source: EngineSource, on_death: Callable[[], None] = lambda: None, step_timeout: float = 0.0
+    ) -> None:
         self.source = source
         self.ready: Ready | None = None
         self.snapshot = Snapshot(0, 0, 0.0, {}, {}, {})
         self.steps: deque[StepSummary] = deque(maxlen=STEPS_KEPT)
         self.failure: str | None = None
-        self._on_death = on_death
+        self.is_stuck = False
+        self._on_death, self._step_timeout = on_death, step_timeout
+        self._messages = 0  # heard so far
+        self._watcher: asyncio.Task[None] | None = None
         self._live: dict[int, Generation] = {}
         self._embeddings: dict[int, asyncio.Future[Embedded]] = {}
         self._keys = itertools.count()
@@ -195,19 +224,51 @@ class EngineClient(asyncio.Protocol):
         self._process = process
         theirs.close()
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=ours)
-        return await self._started
+        ready = await self._started
+        if self._step_timeout:
+            self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        return ready
 
-    async def close(self, patience: float = 5.0) -> None:
-        """End the process, if there is one: it goes with its connection, or is killed after `patience` seconds."""
+    async def close(self, patience: float = 4.0) -> None:
+        """End the process, if there is one: it goes with its connection, or is killed after `patience` seconds.
+
+        One that lives on for as long again is left behind.
+        """
         self._closing = True
         if self._transport is not None:
             self._transport.close()
+        if self._process is None or await self._has_ended(patience):
+            return
+        self._process.kill()
+        self.is_stuck = not await self._has_ended(patience)
+        if self.is_stuck:
+            log.error("the engine process %d cannot be killed and is left behind", self._process.pid)
+
+    async def _has_ended(self, patience: float) -> bool:
+        """Whether the process ends within that many seconds."""
+        assert self._process is not None
         deadline = time.monotonic() + patience
-        while self._process is not None and self._process.exitcode is None:
-            if time.monotonic() > deadline:
-                self._process.kill()
-                deadline += patience
+        while self._process.exitcode is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+        return self._process.exitcode is not None
+
+    async def _watch(self) -> None:
+        """Lose a process that owes answers and says nothing for `step_timeout`: it speaks after every step."""
+        silence = Silence()
+        while self.is_alive:
+            await asyncio.sleep(self._step_timeout / LOOKS)
+            if silence.is_too_long(self._messages, owes=bool(self._live or self._embeddings)):
+                self._lose_hung()
+                return
+
+    def _lose_hung(self) -> None:
+        """Let a hung process say where it hangs, and kill it; its clients learn of it at once."""
+        assert self._process is not None and self._process.pid is not None and self._transport is not None
+        self.failure = f"a step did not end within {self._step_timeout:g} s (step_timeout)"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGUSR1)  # it writes every thread's stack, whatever holds the interpreter
+        asyncio.get_running_loop().call_later(_LAST_WORDS, self._process.kill)
+        self._transport.abort()
 
     @property
     def is_alive(self) -> bool:
@@ -295,11 +356,14 @@ class EngineClient(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._inbox += data
+        self._messages += 1
         for body in frames(self._inbox):
             self._take(self._decoder.decode(body))
 
     def connection_lost(self, exc: Exception | None) -> None:
         served, self.ready = self.ready is not None, None
+        if self._watcher is not None:
+            self._watcher.cancel()
         self.failure = self.failure or "the engine process has died"
         error = EngineDeadError(self.failure)
         if not self._started.done():

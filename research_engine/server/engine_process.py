@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
 import os
@@ -14,6 +15,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from research_engine.engine.errors import EngineError, IntegrityError, QueueFullError, RequestError
+from research_engine.engine.overdue import overdue_calls_end
 from research_engine.engine.request import Request
 from research_engine.server.live_records import LiveRecords
 from research_engine.server.wire import (
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("research_engine.server.engine")
 _SNAPSHOT_SECONDS = 0.1
 _FAILURES_IN_A_ROW = 3  # steps that fail one after the other before the engine gives up
+_QUIET = 0.05  # seconds without work before the books are balanced
 _IDLE_WAIT = 0.01  # seconds between steps in which the scheduler chose to run nobody
 
 
@@ -75,6 +78,8 @@ class EngineLoop:
         self._failures = 0
         self._last_snapshot = -1.0
         self._stale = True  # requests have come or gone since the last snapshot
+        self._balance_due = False  # there were steps since the books were last looked at
+        self._engine.kv_cache.balances_later = True  # not in the step whose tokens somebody waits for
 
     def run(self) -> None:
         """Serve until the HTTP process is gone (EOFError), or until the engine cannot go on.
@@ -85,19 +90,39 @@ class EngineLoop:
         """
         engine = self._engine
         while True:
-            if engine.has_unfinished:
-                timeout = _IDLE_WAIT if engine.idle and engine.num_steps else 0.0
-            else:
-                if self._stale:
-                    self._report([])
-                timeout = None
-            for message in self._end.receive(timeout):
-                self._take(message)
-            self._embed_waiting()
-            if engine.has_unfinished:
+            if not engine.has_unfinished:
+                self._rest()
+                continue
+            self._take_all(self._end.receive(min(self._policys_wait(), _SNAPSHOT_SECONDS)))
+            if engine.wake_at is not None and engine.wake_at > engine.clock.now():
+                self._report([])  # a policy that waits is no engine that hangs
+            elif engine.has_unfinished:
+                self._balance_due = True
                 self._step()
 
+    def _policys_wait(self) -> float:
+        """Seconds until the policy is to be asked again, unless something happens before that."""
+        engine = self._engine
+        if engine.wake_at is not None:
+            return max(0.0, engine.wake_at - engine.clock.now())
+        return _IDLE_WAIT if engine.idle and engine.num_steps else 0.0
+
+    def _rest(self) -> None:
+        """Without work: say so, balance the books once it has been quiet for a while, and take what comes next."""
+        if self._stale:
+            self._report([])
+        messages = self._end.receive(_QUIET if self._balance_due else None)
+        if not messages and self._balance_due:
+            self._balance_due = False
+            self._engine.kv_cache.balance_if_earned()
+        self._take_all(messages)
+
     # In.
+
+    def _take_all(self, messages: Sequence[ToEngine]) -> None:
+        for message in messages:
+            self._take(message)
+        self._embed_waiting()
 
     def _take(self, message: ToEngine) -> None:
         self._stale = True
@@ -159,7 +184,8 @@ class EngineLoop:
         try:
             if self._embed is None:
                 raise ValueError("this model does not embed")
-            vectors = iter(self._embed([prompt for message in messages for prompt in message.prompts]))
+            prompts = [prompt for message in messages for prompt in message.prompts]
+            vectors = iter(self._embed(prompts, lambda ended: self._report([])))
         except Exception as error:
             if len(messages) > 1:
                 return False
@@ -266,6 +292,7 @@ def main(source: EngineSource, sock: socket.socket, log_level: int = logging.INF
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to both; the HTTP process decides when to end
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     logging.basicConfig(level=log_level, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the HTTP process asks so where a step hangs
     end, records, serving = EngineEnd(sock), LiveRecords(), False
     try:
         parts = source.build(records)
@@ -275,7 +302,8 @@ def main(source: EngineSource, sock: socket.socket, log_level: int = logging.INF
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a service manager sends it to all processes; see above
         end.send(_ready(parts))
         serving = True
-        EngineLoop(parts, records, end).run()
+        with overdue_calls_end(parts.engine):
+            EngineLoop(parts, records, end).run()
     except EOFError:
         sys.exit(0)
     except Exception as error:

@@ -17,8 +17,9 @@ from research_engine.server.live_records import LiveRecords
 if TYPE_CHECKING:
     from research_engine.loading.tokenizer import Tokenizer
 
-EmbedPrompts = Callable[[Sequence[Sequence[int]]], Sequence[Any]]
-"""Prompts as token ids -> one vector each, numbers in a row; raises ValueError for a prompt that it cannot embed."""
+EmbedPrompts = Callable[[Sequence[Sequence[int]], Callable[[int], None]], Sequence[Any]]
+"""Prompts as token ids, and what to call with the number of prompts that a step ended -> one vector each, numbers in a
+row; raises ValueError for a prompt that it cannot embed."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,11 @@ def build_parts(options: EngineOptions, records: LiveRecords) -> EngineParts:
     if task_of(options, loaded.config) == "generate":
         return EngineParts(engine, facts=facts)
     embedder = Embedder(engine)
-    return EngineParts(engine, lambda prompts: [made.dense for made in embedder.embed(prompts)], False, facts)
+
+    def embed(prompts: Sequence[Sequence[int]], after_step: Callable[[int], None]) -> list[Any]:
+        return [made.dense for made in embedder.embed(prompts, after_step=after_step)]
+
+    return EngineParts(engine, embed, False, facts)
 
 
 def load_tokenizer(options: EngineOptions) -> Tokenizer | None:

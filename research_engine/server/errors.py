@@ -76,8 +76,12 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, code=code, headers=[(b"retry-after", str(RETRY_SECONDS).encode())])
 
 
-def of_engine(error: RefusedError | EngineDeadError) -> ApiError:
-    """What a client is told of a request that the engine did not serve."""
+def of_engine(error: RefusedError | EngineDeadError, param: str | None = None) -> ApiError:
+    """What a client is told of a request that the engine did not serve.
+
+    Args:
+        param: the field at fault where the engine's message names none.
+    """
     if isinstance(error, EngineDeadError):
         return unavailable(f"the engine is not running: {error}", "engine_dead")
     if error.kind == "queue":
@@ -85,7 +89,9 @@ def of_engine(error: RefusedError | EngineDeadError) -> ApiError:
     if error.kind == "shutdown":
         return unavailable(str(error), "shutting_down")
     if error.kind == "request":
-        return invalid(str(error))
+        told = invalid(str(error))
+        told.param = told.param or param
+        return told
     return ApiError(500, str(error), code="engine_error")
 
 

@@ -9,7 +9,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from research_engine.server.engine_client import EngineClient
 from research_engine.server.live_records import BUCKETS
-from research_engine.server.wire import Snapshot
 
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens of requests that have drawn their first token.",
@@ -31,6 +30,12 @@ _HISTOGRAMS = {
     "request_generation_tokens": "Tokens drawn for a request.",
     "iteration_tokens_total": "Tokens of a step.",
 }
+_CACHE_FACTS = {
+    "block_size": "block_size",
+    "num_gpu_blocks": "num_blocks",
+    "num_cpu_blocks": "num_host_blocks",
+    "enable_prefix_caching": "enable_prefix_caching",
+}  # vLLM's label -> the engine's name
 _OLD_NAMES = {"inter_token_latency_seconds": "time_per_output_token_seconds"}  # of vLLM before 0.11
 _REASONS = ("stop", "length", "abort", "error")
 
@@ -38,13 +43,14 @@ _REASONS = ("stop", "length", "abort", "error")
 def prometheus_text(client: EngineClient, model: str) -> bytes:
     """All metrics as they stand."""
     registry = CollectorRegistry()
-    registry.register(_Collector(client.snapshot, model))
+    registry.register(_Collector(client, model))
     return generate_latest(registry)
 
 
 class _Collector:
-    def __init__(self, snapshot: Snapshot, model: str) -> None:
-        self._snapshot = snapshot
+    def __init__(self, client: EngineClient, model: str) -> None:
+        self._snapshot = client.snapshot
+        self._config = {} if client.ready is None else client.ready.config
         self._labels, self._values = ["model_name", "engine"], [model, "0"]
 
     def collect(self) -> Iterator[Metric]:
@@ -62,6 +68,10 @@ class _Collector:
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=self._labels)
             gauge.add_metric(self._values, value)
             yield gauge
+        facts = {told: str(self._config[name]) for told, name in _CACHE_FACTS.items() if name in self._config}
+        info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache, as labels.", labels=["engine", *facts])
+        info.add_metric([self._values[1], *facts.values()], 1)
+        yield info
         for name, text in _COUNTERS.items():
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=self._labels)
             counter.add_metric(self._values, snapshot.counters.get(name, 0))

@@ -9,6 +9,7 @@ import gc
 import importlib.metadata
 import ipaddress
 import logging
+import os
 import platform
 import signal
 import socket
@@ -53,12 +54,17 @@ def run(options: ServeOptions, source: EngineSource) -> int:
     logging.basicConfig(
         level=options.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    serving = Serving(options, source).run()
+    serving = Serving(options, source)
     try:
         import uvloop
     except ImportError:  # not on every platform
-        return asyncio.run(serving)
-    return uvloop.run(serving)
+        code = asyncio.run(serving.run())
+    else:
+        code = uvloop.run(serving.run())
+    if serving.leaves_engine:  # Python's own way out would wait for it
+        logging.shutdown()
+        os._exit(code)
+    return code
 
 
 class _HttpServer(uvicorn.Server):
@@ -83,19 +89,24 @@ class _HttpServer(uvicorn.Server):
 
 
 class Serving:
-    """One run of the server."""
+    """One run of the server.
+
+    Attributes:
+        leaves_engine: an engine process could not be ended.
+    """
 
     def __init__(self, options: ServeOptions, source: EngineSource) -> None:
         self._options = options
         self._source = source
         self._restarts_left = options.server.restart_engine
         self._exit_code = 0
+        self.leaves_engine = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
         """Start, serve, end; see `run` of the module."""
         bound = _bind(self._options.server)
-        client = EngineClient(self._source, self._on_engine_death)
+        client = self._new_client()
         try:
             tokenizer = self._source.load_tokenizer()
             ready = await client.start()
@@ -108,7 +119,11 @@ class Serving:
         finally:
             bound.close()
             await client.close()
+            self.leaves_engine |= client.is_stuck
         return self._exit_code
+
+    def _new_client(self) -> EngineClient:
+        return EngineClient(self._source, self._on_engine_death, self._options.server.step_timeout)
 
     def _make_context(self, client: EngineClient, tokenizer: Tokenizer | None) -> ServerContext:
         server = self._options.server
@@ -195,7 +210,8 @@ class Serving:
         """Start another engine; the server answers 503 meanwhile."""
         log.warning("starting the engine again; %d more restarts are left", self._restarts_left)
         await self._context.client.close()
-        client = EngineClient(self._source, self._on_engine_death)
+        self.leaves_engine |= self._context.client.is_stuck
+        client = self._new_client()
         try:
             await client.start()
         except (EngineStartError, EngineDeadError) as error:
@@ -267,5 +283,7 @@ def _write_resolved(resolved: dict[str, Any], server: ServerOptions) -> Path | N
         path.write_text(yaml.safe_dump(resolved, sort_keys=False), encoding="utf-8")
     except OSError as error:
         log.warning("this start's options are not written: %s", error)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)  # a part of it would be taken for all
         return None
     return path

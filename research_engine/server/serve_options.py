@@ -26,6 +26,8 @@ _ALIASES = {
     "scheduler": ("--scheduling-policy",),
     "max_num_queued": ("--max-num-queued-reqs",),
     "scheduler_params": ("--scheduler-param",),
+    "quantization": ("-q",),
+    "tensor_parallel_size": ("-tp",),
 }
 _KINDS: dict[str, Any] = {"int": int, "int | None": int, "float": float, "float | None": float}
 
@@ -47,6 +49,8 @@ class ServerOptions:
             cut.
         shutdown_timeout: seconds that running requests get when the server is told to end.
         restart_engine: how often an engine process that died is started again before the server ends, too.
+        step_timeout: seconds that a step may take, the policy's decision included, before the engine is taken for hung
+            and its process ended; 0 sets no limit.
         enable_prompt_tokens_details: usage says how many prompt tokens the prefix cache held.
         allowed_origins: origins whose pages may call the server from a browser.
         ssl_keyfile, ssl_certfile: serve HTTPS.
@@ -69,6 +73,7 @@ class ServerOptions:
     client_timeout: float = 300.0
     shutdown_timeout: float = 30.0
     restart_engine: int = 0
+    step_timeout: float = 300.0
     enable_prompt_tokens_details: bool = False
     allowed_origins: Sequence[str] = ()
     ssl_keyfile: str = ""
@@ -91,9 +96,9 @@ class ServerOptions:
         for name in ("max_body_mib", "max_header_kib", "client_timeout"):
             if not 0 < getattr(self, name) < math.inf:
                 raise OptionError(f"{name} = {getattr(self, name)!r}: must be finite and > 0")
-        for name in ("max_logprobs", "shutdown_timeout", "restart_engine"):
-            if not getattr(self, name) >= 0:
-                raise OptionError(f"{name} = {getattr(self, name)!r}: must be >= 0")
+        for name in ("max_logprobs", "shutdown_timeout", "restart_engine", "step_timeout"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise OptionError(f"{name} = {getattr(self, name)!r}: must be finite and >= 0")
         levels = ("critical", "error", "warning", "info", "debug")
         if self.log_level not in levels:
             raise OptionError(
@@ -158,23 +163,34 @@ def options_of(values: Mapping[str, Any]) -> ServeOptions:
     return ServeOptions(EngineOptions.of(model, engine), ServerOptions(**left))
 
 
+WHOLE_PROMPTS = ("fcfs", "static_batch", "vllm_v0")
+"""Policies that compute a prompt in one step wherever it fits; all others that ship split it."""
+
+
 def _chunked_prefill(values: dict[str, Any]) -> None:
-    """Here chunking is the scheduler's choice: the flag means a scheduler that does it, or does not."""
+    """Here chunking is the scheduler's choice, so the flag is a choice among schedulers, or a check of the one given.
+
+    To vLLM's users fcfs is an order, which its chunks keep: with chunks it means what is called chunked_prefill here.
+    """
     wanted = values.pop("enable_chunked_prefill", None)
     if wanted is None:
         return
     if not isinstance(wanted, bool):
         raise OptionError(f"enable_chunked_prefill = {wanted!r}: must be True or False")
-    usual = "chunked_prefill" if wanted else "fcfs"
-    scheduler = values.setdefault("scheduler", usual)
-    if scheduler == ("fcfs" if wanted else "chunked_prefill"):
+    scheduler = values.setdefault("scheduler", "fcfs")
+    if wanted and scheduler == "fcfs":
+        values["scheduler"] = "chunked_prefill"
+    elif ":" in str(scheduler):
+        raise OptionError(f"enable_chunked_prefill = {wanted}: {scheduler!r} decides that itself; leave the flag out")
+    elif wanted == (scheduler in WHOLE_PROMPTS):
+        does = "computes prompts whole" if wanted else "computes prompts in chunks"
+        others = "any but " * wanted + ", ".join(WHOLE_PROMPTS)
         raise OptionError(
-            f"enable_chunked_prefill = {wanted} contradicts scheduler = {scheduler!r}; leave one of them out"
+            f"enable_chunked_prefill = {wanted}: scheduler = {scheduler!r} {does}; leave the flag out, or take {others}"
         )
 
 
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "quantization": ((None, "none"), "the checkpoint says how its weights are quantised"),
     "kv_cache_dtype": (("auto",), "the KV cache has the model's dtype"),
     "tensor_parallel_size": ((1,), "one device is supported"),
     "task": (("auto", "generate"), "models that generate are supported"),
@@ -267,14 +283,16 @@ def _parser() -> argparse.ArgumentParser:
                 _add_flag(group, entry, texts.get(entry.name, ""))
     group = parser.add_argument_group("as vLLM spells it")
     group.add_argument(
-        "--enable-chunked-prefill", action=argparse.BooleanOptionalAction, help="scheduler chunked_prefill, or fcfs"
+        "--enable-chunked-prefill",
+        action=argparse.BooleanOptionalAction,
+        help="with no scheduler or fcfs: chunked_prefill, or fcfs; with another one, whether it is such a one",
     )
     known = {entry.name for entry in fields(EngineOptions)}
     for name, (harmless, why) in _FIXED.items():
         if name not in known:
             values = ", ".join(map(str, harmless))
             read: Any = int if isinstance(harmless[0], int) else str
-            group.add_argument(_flag(name), type=read, help=f"{why}: {values} alone")
+            group.add_argument(_flag(name), *_ALIASES.get(name, ()), type=read, help=f"{why}: {values} alone")
     taken = {"trust_remote_code": "taken; a model's own code is never run", "enforce_eager": "taken; steps are eager"}
     for name, text in taken.items():
         if name not in known:

@@ -47,11 +47,14 @@ class AttentionFormula:
         tokens, before = zip(*self.prefill, strict=True)
         object.__setattr__(self, "_most", (max(tokens), max(before)))
 
+    def contexts(self, work: Work) -> float:
+        """Of the decode rows, what depends on their contexts alone: c sum(kv) + d max(kv)."""
+        return self.per_token * work.decode_kv + self.per_longest * work.decode_kv_max
+
     def seconds(self, work: Work) -> float:
         seconds = 0.0
         if work.decodes:
-            seconds = self.base + self.per_row * work.decodes
-            seconds += self.per_token * work.decode_kv + self.per_longest * work.decode_kv_max
+            seconds = self.base + self.per_row * work.decodes + self.contexts(work)
         most_tokens, most_before = self._most  # type: ignore[attr-defined]
         for tokens, before in work.prefills:
             rate = self._rate(min(tokens, most_tokens), min(before, most_before))  # type: ignore[attr-defined]

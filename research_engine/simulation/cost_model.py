@@ -8,16 +8,37 @@ from research_engine.engine.contract import Batch
 from research_engine.engine.records import StepRecord
 
 
+class StepTime(NamedTuple):
+    """Where a step's time goes, in seconds.
+
+    Attributes:
+        before: the host, scheduling and preparing inputs; the device has nothing of the step yet.
+        launch: the host, handing kernels over one by one while the device already works on the first.
+        device: the device, if kernels are there as soon as it wants them.
+        after: the host, from the moment the tokens are out until it can look at the next step.
+    """
+
+    before: float
+    launch: float
+    device: float
+    after: float
+
+    @property
+    def total(self) -> float:
+        """Of a step that runs alone."""
+        return self.before + max(self.launch, self.device) + self.after
+
+
 @runtime_checkable
 class CostModel(Protocol):
     """Prices a step from its batch alone: no clock, no state of the engine beside what the batch says.
 
-    A model may also have `host_seconds(batch)`: how much of the step's time the host takes beside the device
-    (scheduling, preparing, handing out tokens), which an engine that runs ahead hides.
+    A model may also have `step_time(batch)`, a StepTime: an engine that runs ahead hides the host's part of it behind
+    the device's, or the other way round. Without it, all of the time is the device's.
     """
 
     def seconds(self, batch: Batch) -> float:
-        """Seconds from the commit of `batch` until its tokens are out, host work included; finite and >= 0."""
+        """Seconds from the start of a step until the next can start, when it runs alone; finite and >= 0."""
         ...
 
 

@@ -1,131 +1,75 @@
 """From the times of real steps to a profile, by robust non-negative least squares, with its error on steps held out.
 
-    execute = base + ramps(tokens) + ramps(draws) + [a + b n + c sum(kv) + d max(kv)] + rate(chunk, kv) pairs + moves
-    host    = a + b rows
-
-kv are the contexts of the n rows of one token, pairs the causal query-key pairs of the other rows, whose rate is
-interpolated over a grid. Ramps are piecewise linear and never fall. Everything is linear in its unknowns, so one solve
-finds them together. Residuals are relative to the step's time, so that short steps count as much as long ones, and
-large ones count less (Huber, "Robust Estimation of a Location Parameter", 1964, by reweighting): a busy machine makes
-steps long, never short. All coefficients are >= 0 (Lawson and Hanson, "Solving Least Squares Problems", 1974, ch. 23):
-a model that gets cheaper with work is wrong off its data, however well it fits.
+The device's time is linear in the unknowns of `basis.Basis`, so one solve finds them together; the host's parts are a
+few lines each. Residuals are relative to the step's time, so that short steps count as much as long ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from scipy.optimize import nnls
 
 from research_engine.engine.records import StepRecord
 
 from .attention_cost import AttentionFormula
+from .basis import Basis
 from .cost_model import Work, work_of_record
 from .curve import Curve
-from .profiled import Profile, ProfiledCost
+from .host_cost import HostCost
+from .least_squares import solve
+from .profiled import PARTS, Profile, ProfiledCost
+from .step_kind import NO_GRAPHS, Ladders, StepKind
+from .timeline import TimedStep, step_error, step_times
 
 T = TypeVar("T")
 HOLD_OUT_EVERY = 5
 MIN_STEPS = 40
 STEPS_PER_KNOT = 5
-_ROUNDS = 6  # of reweighting
-_HUBER = 2.0  # residuals beyond that many robust standard deviations count less
-_SMOOTH = 0.02  # weight of "neighbouring rates are alike", beside 1 of a step
-_NEAR_ONE = 0.05  # weight of "a measured part is right as it is" in the last fit
+_MEASURED = 0.25  # of a served step, in the fit of both together
+_NEAR_ONE = 0.02  # weight of "a measured part is right as it is" in the last fit, beside 1 of a step
 
 
 class Sample(NamedTuple):
-    """One measured step.
+    """One measured step, in seconds.
 
     Attributes:
         work: what it asked of the device.
-        execute: seconds of the device, which nothing hides.
-        host: seconds of the host beside it, which an engine that runs ahead hides.
+        device: the device's time; NaN where it was not seen by itself.
+        schedule: the host's, until the plan was committed.
+        handover: the host's, from there until the device had all of it.
+        after: the host's, from the tokens on until the next step began.
     """
 
     work: Work
-    execute: float
-    host: float
+    device: float
+    schedule: float = 0.0
+    handover: float = 0.0
+    after: float = 0.0
 
     @classmethod
-    def of(cls, record: StepRecord, handover: float = 0.0) -> Sample:
-        """A recorded step; of its execution, `handover` seconds were the host's: preparing inputs and launching."""
-        host = record.committed - record.started + record.finished - record.executed
-        return cls(work_of_record(record), record.executed - record.committed - handover, host + handover)
+    def of(cls, record: StepRecord) -> Sample:
+        """A recorded step of an engine that does not run ahead; what the executor does counts as the device's."""
+        return cls(
+            work_of_record(record),
+            device=record.executed - record.committed,
+            schedule=record.committed - record.started,
+            after=record.finished - record.executed,
+        )
 
     @property
-    def total(self) -> float:
-        return self.execute + self.host
-
-
-@dataclass(frozen=True)
-class Basis:
-    """Where the profile's tables have their points; all ascending.
-
-    Args:
-        dense: numbers of tokens.
-        head: numbers of rows drawn, above 0.
-        chunks, befores: tokens of a chunk, and tokens computed before it.
-    """
-
-    dense: tuple[float, ...]
-    head: tuple[float, ...] = (1.0,)
-    chunks: tuple[float, ...] = (1.0,)
-    befores: tuple[float, ...] = (0.0,)
-
-    def features(self, work: Work) -> list[float]:
-        """What each unknown is multiplied by, in seconds of execution."""
-        dense = [1.0 if work.tokens else 0.0, *_ramps(work.tokens, self.dense)]
-        head = _ramps(work.draws, (0.0, *self.head))
-        decode = [float(work.decodes > 0), work.decodes, work.decode_kv, work.decode_kv_max]
-        rates = np.zeros((len(self.chunks), len(self.befores)))
-        for tokens, before in work.prefills:
-            pairs = tokens * (before + (tokens + 1) / 2)
-            for row, share in _weights(tokens, self.chunks):
-                for column, other in _weights(before, self.befores):
-                    rates[row, column] += pairs * share * other
-        moved, copied = work.blocks_moved, work.blocks_copied
-        moves = [float(moved > 0), moved, float(copied > 0), copied]
-        return [*dense, *head, *decode, *rates.ravel(), *moves]
-
-    def smoothness(self, typical_rate: float) -> np.ndarray:
-        """Rows, one a pair of neighbours in the grid of rates, that ask for equal rates."""
-        columns = len(self.dense) + len(self.head) + 4 + len(self.chunks) * len(self.befores) + 4
-        first = len(self.dense) + len(self.head) + 4
-        grid = first + np.arange(len(self.chunks) * len(self.befores)).reshape(len(self.chunks), len(self.befores))
-        rows = []
-        for left, right in (*zip(grid[:-1].ravel(), grid[1:].ravel(), strict=True),
-                            *zip(grid[:, :-1].ravel(), grid[:, 1:].ravel(), strict=True)):  # fmt: skip
-            row = np.zeros(columns)
-            row[left], row[right] = _SMOOTH / typical_rate, -_SMOOTH / typical_rate
-            rows.append(row)
-        return np.array(rows).reshape(len(rows), columns)
-
-    def profile(self, values: Iterable[float], model: str, machine: Mapping[str, str]) -> Profile:
-        """The profile whose unknowns are `values`."""
-        at = iter(float(value) for value in values)
-        base = next(at)
-        dense = _heights(base, [next(at) for _ in self.dense[1:]], self.dense)
-        head = _heights(0.0, [next(at) for _ in self.head], (0.0, *self.head))
-        a, b, c, d = (next(at) for _ in range(4))
-        rates: dict[tuple[float, ...], float] = {(t, k): next(at) for t in self.chunks for k in self.befores}
-        return Profile(
-            model=model,
-            machine=machine,
-            dense=Curve(zip(self.dense, dense, strict=True)),
-            head=Curve(zip((0.0, *self.head), head, strict=True)),
-            attention=AttentionFormula(a, b, c, d, rates),
-            block_move=(next(at), next(at)),
-            block_copy=(next(at), next(at)),
-        )
+    def timed(self) -> TimedStep:
+        """The step alone, from 0 on."""
+        executed = self.schedule + self.handover + self.device
+        return TimedStep(self.work, 0.0, executed, executed + self.after)
 
 
 def fit_profile(steps: Sequence[StepRecord], *, model: str, machine: Mapping[str, str]) -> Profile:
-    """Fit a profile to the steps of real runs, every fifth of them held out.
+    """Fit a profile to the steps of real runs without overlap, every fifth of them held out.
 
     A step's time is finished - started: scheduling, execution and update.
 
@@ -141,100 +85,147 @@ def fit_profile(steps: Sequence[StepRecord], *, model: str, machine: Mapping[str
     basis = Basis(tuple(_knots(sorted(sample.work.tokens for sample in training))), (float(max(1, draws[-1])),))
     profile = replace(
         fit_samples(training, basis, model=model, machine=machine),
-        host=fit_host(training),
+        host=fit_host(training, NO_GRAPHS),
         origin=f"fitted to {len(training)} recorded steps",
     )
-    return replace(profile, held_out=sample_error(profile, held))
+    return replace(profile, held_out=run_error(profile, [sample.timed for sample in held], overlap=False))
 
 
-def fit_samples(samples: Sequence[Sample], basis: Basis, *, model: str, machine: Mapping[str, str]) -> Profile:
-    """Fit the execute times; the profile's host time is 0."""
-    times = np.array([sample.execute for sample in samples])
+def fit_samples(
+    samples: Sequence[Sample],
+    basis: Basis,
+    *,
+    model: str,
+    machine: Mapping[str, str],
+    counts: Sequence[float] | None = None,
+) -> Profile:
+    """Fit the device's times, those that were seen; the profile's host time is 0.
+
+    Args:
+        counts: how often each sample counts; once when None.
+    """
+    often = dict(enumerate(counts)) if counts is not None else {}
+    weight = [math.sqrt(often.get(at, 1.0)) for at, sample in enumerate(samples) if not math.isnan(sample.device)]
+    samples = [sample for sample in samples if not math.isnan(sample.device)]
+    times = np.array([sample.device for sample in samples])
     rows = np.array([basis.features(sample.work) for sample in samples])
     pairs = sum(t * (k + (t + 1) / 2) for sample in samples for t, k in sample.work.prefills)
-    prefill = sum(sample.execute for sample in samples if sample.work.prefills)
+    prefill = sum(sample.device for sample in samples if sample.work.prefills)
     smooth = basis.smoothness(prefill / pairs if pairs else 1.0)
-    return basis.profile(_solve(rows, times, times, smooth), model, machine)
+    return basis.profile(solve(rows, times, times / np.array(weight), smooth), model, machine)
 
 
-def fit_host(samples: Sequence[Sample]) -> tuple[float, float]:
-    """a + b rows seconds of host time, errors taken relative to the whole step."""
-    rows = np.array([[1.0, sample.work.sequences] for sample in samples])
-    host = np.array([sample.host for sample in samples])
-    a, b = _solve(rows, host, np.array([sample.total for sample in samples]))
-    return float(a), float(b)
+def fit_host(samples: Sequence[Sample], ladders: Ladders, handed: Sequence[Sample] = ()) -> HostCost:
+    """The host's part, each of its pieces by itself.
+
+    What launching a step takes beyond handing over a graph of as many rows and tokens is done beside the device.
+
+    Args:
+        samples: of ordinary serving.
+        ladders: of the executor.
+        handed: further steps whose handover alone counts.
+    """
+    schedule = _line([sample.schedule for sample in samples], [[sample.work.sequences] for sample in samples])
+    after = _line([sample.after for sample in samples], [[sample.work.draws] for sample in samples])
+    by_kind: dict[StepKind, list[Sample]] = {}
+    for sample in (*samples, *handed):
+        if sample.handover > 0:
+            by_kind.setdefault(ladders.kind(sample.work), []).append(sample)
+    handover: dict[StepKind, tuple[float, float, float]] = {}
+    for kind, own in by_kind.items():
+        works = [[sample.work.sequences, sample.work.tokens] for sample in own]
+        if kind is StepKind.DECODE_GRAPH:  # as many tokens as rows
+            a, b = _line([sample.handover for sample in own], [work[:1] for work in works])
+            handover[kind] = (a, b, 0.0)
+        else:
+            a, b, c = _line([sample.handover for sample in own], works)
+            handover[kind] = (a, b, c)
+    launch = 0.0
+    if StepKind.LAUNCHED in handover:
+        graph = handover.get(StepKind.TOKEN_GRAPH) or handover.get(StepKind.DECODE_GRAPH) or (0.0, 0.0, 0.0)
+        launch = max(0.0, handover[StepKind.LAUNCHED][0] - graph[0])
+    return HostCost((schedule[0], schedule[1]), handover, launch, (after[0], after[1]))
 
 
-def refine(profile: Profile, samples: Sequence[Sample]) -> Profile:
+def refine(profile: Profile, samples: Sequence[Sample], handed: Sequence[Sample] = ()) -> Profile:
     """Fit a measured profile once more, to the steps of real runs: how much of each part they take, and host time.
 
-    What designed batches cannot show (rows that stay from step to step, the policy's own time, caches that are warm)
-    goes into four factors, which are pulled towards 1, and into the host's a + b rows. Every fifth step is held out.
+    What designed batches cannot show (a device that is warm and never rests, rows that stay from step to step, the
+    policy's own time) goes into a factor for each part, which is pulled towards 1, and into the host's pieces.
 
     Args:
         profile: measured; its attention is a formula.
-        samples: of ordinary serving.
+        samples, handed: as `fit_host` takes them.
 
     Raises:
         ValueError: attention is a table.
     """
     if not isinstance(profile.attention, AttentionFormula):
         raise ValueError("only a profile whose attention is a formula can be refined; this one has a table")
-    samples, held = every_fifth(samples)
-    bare = ProfiledCost(replace(profile, host=(0.0, 0.0)))
-    rows = np.array([[*bare.parts(sample.work), 1.0, sample.work.sequences] for sample in samples])
-    times = np.array([sample.total for sample in samples])
-    # the host's own times are measured, so they hold a and b where execution leaves them open
-    a, b = fit_host(samples)
-    typical = float(np.median(times))
-    known = np.array([1.0, 1.0, 1.0, 1.0, a, b])
-    scale = np.array([1.0, 1.0, 1.0, 1.0, typical, typical / max(1.0, rows[:, 5].mean())])
-    pull = _NEAR_ONE * np.diag(1 / scale)
-    dense, head, decode, prefill, a, b = (float(x) for x in _solve(rows, times, times, pull, pull @ known))
-    own = profile.attention
+    seen = [sample for sample in samples if not math.isnan(sample.device)]
+    factor = dict.fromkeys(PARTS, 1.0)
+    if seen:
+        cost = ProfiledCost(profile)
+        parts = [cost.parts(sample.work) for sample in seen]
+        rows = np.array([[own[name] for name in PARTS] for own in parts])
+        times = np.array([sample.device for sample in seen])
+        pull = _NEAR_ONE * np.eye(len(PARTS))
+        factor = dict(zip(PARTS, map(float, solve(rows, times, times, pull, pull.sum(axis=1))), strict=True))
+    own, decode, prefill = profile.attention, factor["decode"], factor["prefill"]
     attention = AttentionFormula(
         own.base * decode, own.per_row * decode, own.per_token * decode, own.per_longest * decode,
         {point: rate * prefill for point, rate in own.prefill.items()},
     )  # fmt: skip
-    refined = replace(
+    return replace(
         profile,
-        dense=Curve((x, y * dense) for x, y in profile.dense.points),
-        head=Curve((x, y * head) for x, y in profile.head.points),
+        dense=_scaled(profile.dense, factor["dense"]),
+        head=_scaled(profile.head, factor["head"]),
+        decode_graph=profile.decode_graph and _scaled(profile.decode_graph, factor["decode graph"]),
+        token_graph=profile.token_graph and _scaled(profile.token_graph, factor["token graph"]),
         attention=attention,
-        host=(a, b),
-        origin=f"{profile.origin}; refined on {len(samples)} recorded steps",
+        block_move=(factor["moves"] * profile.block_move[0], factor["moves"] * profile.block_move[1]),
+        block_copy=(factor["moves"] * profile.block_copy[0], factor["moves"] * profile.block_copy[1]),
+        host=fit_host(samples, profile.ladders, handed),
+        origin=f"{profile.origin}; refined on {len(samples)} served steps",
     )
-    return replace(refined, held_out=sample_error(refined, held))
 
 
-def step_error(profile: Profile, steps: Iterable[StepRecord]) -> dict[str, float]:
-    """How far a profile is from recorded steps, given their batches; a step's time is finished - started.
+def fit_together(
+    designed: Profile, refined: Profile, basis: Basis, measured: Sequence[Sample], served: Sequence[Sample]
+) -> Profile:
+    """Fit measured batches and served steps at once, so that a table follows what was served wherever enough was.
 
-    Returns:
-        As `sample_error`.
+    A device that is short of power is slower in some of its work and not in other, which no factor for a part can say.
+    The measured times are first made longer as `refined` says; each counts for less than a served step.
+
+    Args:
+        designed: fitted to `measured` alone; refined: the same after `refine` on `served`, whose host time is kept.
+        basis: of `designed`.
     """
-    return sample_error(profile, [Sample.of(step) for step in steps])
+    alone, loaded = ProfiledCost(designed), ProfiledCost(refined)
+    scaled = [
+        sample._replace(device=sample.device * loaded.time_of(sample.work).device / alone.time_of(sample.work).device)
+        for sample in measured
+    ]
+    counts = [_MEASURED] * len(scaled) + [1.0] * len(served)
+    own = fit_samples([*scaled, *served], basis, model=refined.model, machine=refined.machine, counts=counts)
+    return replace(
+        refined, dense=own.dense, head=own.head, attention=own.attention, decode_graph=own.decode_graph,
+        token_graph=own.token_graph, block_move=own.block_move, block_copy=own.block_copy,
+    )  # fmt: skip
 
 
-def sample_error(profile: Profile, samples: Sequence[Sample], *, host: bool = True) -> dict[str, float]:
-    """How far a profile is from measured steps, of the whole step or (host=False) of its execution.
+def run_error(profile: Profile, steps: Sequence[TimedStep], *, overlap: bool) -> dict[str, float]:
+    """How far a profile is from consecutive steps of a run, given their batches; as `timeline.step_error`."""
+    return step_error(*step_times(steps, ProfiledCost(profile), overlap=overlap))
 
-    Returns:
-        `steps`, and as shares of the step time `mape` (mean absolute error), `bias` (mean signed error) and
-        `total_bias` (signed error of the summed time); NaN without steps.
-    """
-    cost = ProfiledCost(profile if host else replace(profile, host=(0.0, 0.0)))
-    real = np.array([sample.total if host else sample.execute for sample in samples])
-    priced = np.array([cost.price(sample.work) for sample in samples])
-    if not len(samples):
-        return {"steps": 0, "mape": float("nan"), "bias": float("nan"), "total_bias": float("nan")}
-    errors = priced / real - 1.0
-    return {
-        "steps": len(samples),
-        "mape": float(np.abs(errors).mean()),
-        "bias": float(errors.mean()),
-        "total_bias": float(priced.sum() / real.sum() - 1.0),
-    }
+
+def device_error(profile: Profile, samples: Sequence[Sample]) -> dict[str, float]:
+    """How far a profile is from the device's times of measured steps, where seen; as `timeline.step_error`."""
+    cost = ProfiledCost(profile)
+    samples = [sample for sample in samples if not math.isnan(sample.device)]
+    real = np.array([sample.device for sample in samples])
+    return step_error(real, np.array([cost.time_of(sample.work).device for sample in samples]))
 
 
 def recorded_samples(steps: Sequence[StepRecord]) -> list[Sample]:
@@ -262,56 +253,16 @@ def every_fifth(items: Sequence[T]) -> tuple[list[T], list[T]]:
     return rest, list(items[HOLD_OUT_EVERY - 1 :: HOLD_OUT_EVERY])
 
 
-def _solve(
-    rows: np.ndarray,
-    times: np.ndarray,
-    weights: np.ndarray,
-    extra: np.ndarray | None = None,
-    extra_target: np.ndarray | None = None,
-) -> np.ndarray:
-    """x >= 0 that makes |rows x - times| / weights small, robustly, beside |extra x - extra_target|."""
-    rows, target = rows / weights[:, None], times / weights
-    if extra is None or not len(extra):
-        extra, extra_target = np.zeros((0, rows.shape[1])), np.zeros(0)
-    elif extra_target is None:
-        extra_target = np.zeros(len(extra))
-    scale = np.abs(np.concatenate((rows, extra))).max(axis=0)
-    scale[scale == 0] = 1.0
-    counts = np.ones(len(rows))
-    solution = np.zeros(rows.shape[1])
-    for _ in range(_ROUNDS):
-        root = np.sqrt(counts)
-        stacked = np.concatenate((rows * root[:, None], extra * np.sqrt(len(rows)))) / scale
-        solution, _ = nnls(stacked, np.concatenate((target * root, extra_target * np.sqrt(len(rows)))))
-        residuals = np.abs(rows / scale @ solution - target)
-        limit = _HUBER * 1.4826 * float(np.median(residuals))
-        if limit < 1e-9:
-            break
-        counts = np.minimum(1.0, limit / np.maximum(residuals, 1e-300))
-    return solution / scale
+def _line(seconds: Sequence[float], counts: Sequence[Sequence[float]]) -> list[float]:
+    """a, b, ...: a + b count + ... seconds, errors in seconds; zeros without data."""
+    if not len(seconds):
+        return [0.0] * (1 + len(counts[0]) if counts else 2)
+    rows = np.array([[1.0, *own] for own in counts])
+    return [float(x) for x in solve(rows, np.array(seconds), np.full(len(seconds), float(np.mean(seconds)) or 1.0))]
 
 
-def _ramps(value: float, knots: Sequence[float]) -> list[float]:
-    """How much of each piece between knots lies below `value`; the last piece goes on beyond its end."""
-    pieces = [min(max(value - left, 0.0), right - left) for left, right in pairwise(knots)]
-    if pieces and value > knots[-1]:
-        pieces[-1] = value - knots[-2]
-    return pieces
-
-
-def _heights(base: float, slopes: Sequence[float], knots: Sequence[float]) -> list[float]:
-    return [base, *(float(y) for y in base + np.cumsum(np.array(slopes) * np.diff(knots)))]
-
-
-def _weights(value: float, points: Sequence[float]) -> list[tuple[int, float]]:
-    """(index, share) of the points that linear interpolation takes at `value`; constant beyond the ends."""
-    if value <= points[0]:
-        return [(0, 1.0)]
-    if value >= points[-1]:
-        return [(len(points) - 1, 1.0)]
-    right = next(at for at, point in enumerate(points) if point > value)
-    share = (value - points[right - 1]) / (points[right] - points[right - 1])
-    return [(right - 1, 1.0 - share), (right, share)]
+def _scaled(curve: Curve, factor: float) -> Curve:
+    return Curve((x, y * factor) for x, y in curve.points)
 
 
 def _knots(tokens: Sequence[int]) -> list[float]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from .attention_cost import AttentionTable
 from .curve import Curve
+from .host_cost import HostCost
 from .profiled import Profile
 
 PER_LAYER = {
@@ -75,7 +76,7 @@ def import_profile(
         dense=_sum_of_layers(dense, "tokens", counts),
         head=_sum_of_layers(per_sequence, "sequences", dict.fromkeys(PER_SEQUENCE, 1)),
         attention=AttentionTable(rows),
-        host=host,
+        host=HostCost(schedule=host),
         origin="imported from LLMServingSim's CSV form",
     )
 

@@ -1,4 +1,12 @@
-"""Step time from measurements: a profile is a JSON file that says what was measured, on what, and how well it does."""
+"""Step time from measurements: a profile is a JSON file that says what was measured, on what, and how well it does.
+
+    decode graph   table(padded rows) + c sum(kv) + d max(kv)
+    token graph    table(padded tokens) + attention
+    launched       dense(tokens) + head(rows drawn) + attention
+
+Attention is one of attention_cost.py's. A graph's table holds everything else, the head and what attention costs with
+next to no context included. Beside these, which the device takes, there are block moves and the host's part.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +18,14 @@ from typing import Any
 
 from research_engine.engine.contract import Batch
 
-from .attention_cost import AttentionCost, attention_from_json
-from .cost_model import Work, work_of
+from .attention_cost import AttentionCost, AttentionFormula, attention_from_json
+from .cost_model import StepTime, Work, work_of
 from .curve import Curve
+from .host_cost import NO_HOST, HostCost
+from .step_kind import NO_GRAPHS, Ladders, StepKind
 
-FORMAT = 2
+FORMAT = 3
+PARTS = ("decode graph", "token graph", "dense", "head", "decode", "prefill", "moves")
 
 
 class ProfileMismatch(ValueError):
@@ -28,10 +39,15 @@ class Profile:
     Args:
         model: its name.
         machine: gpu, driver, dtype, libraries and kernels by name -> version; what is unknown is left out.
-        dense: tokens of a step -> seconds of everything but attention, head and host.
-        head: rows drawn -> seconds of logits and sampling; may hold zeros alone where `dense` includes them.
-        attention: of all layers.
-        host: (a, b): a + b rows seconds a step that the device does not hide.
+        dense: tokens of a launched step -> seconds of everything but attention and head.
+        head: rows drawn in a launched step -> seconds of logits and sampling; may hold zeros alone where `dense`
+            includes them.
+        attention: of all layers; a formula where there are graphs.
+        host: what the host takes.
+        ladders: the sizes of the executor's graphs.
+        overlap: whether the engine runs ahead, scheduling a step while the device is busy with the one before.
+        decode_graph, token_graph: padded size -> seconds of a graph without the contexts' part of attention, at some
+            of those sizes; needed where there are such graphs.
         block_move: (latency, seconds a block) of swapping blocks in a step; block_copy: of copying them on the device.
         held_out: error on steps it was not made from: steps, mape and bias (mean signed), shares of the step time;
             empty where nothing was held out.
@@ -44,12 +60,23 @@ class Profile:
     dense: Curve
     head: Curve
     attention: AttentionCost
-    host: tuple[float, float] = (0.0, 0.0)
+    host: HostCost = NO_HOST
+    ladders: Ladders = NO_GRAPHS
+    overlap: bool = False
+    decode_graph: Curve | None = None
+    token_graph: Curve | None = None
     block_move: tuple[float, float] = (0.0, 0.0)
     block_copy: tuple[float, float] = (0.0, 0.0)
     held_out: Mapping[str, float] = field(default_factory=dict)
     parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     origin: str = ""
+
+    def __post_init__(self) -> None:
+        for name, sizes in zip(("decode_graph", "token_graph"), self.ladders, strict=True):
+            if list(sizes) != sorted({*sizes}) or (sizes and sizes[0] < 1):
+                raise ValueError(f"the sizes of {name} are {list(sizes)}: must be integers >= 1, ascending")
+            if sizes and (getattr(self, name) is None or not isinstance(self.attention, AttentionFormula)):
+                raise ValueError(f"graphs of {list(sizes)}, but no table of {name} and no formula for attention")
 
     def require(self, *, model: str | None = None, **machine: str) -> None:
         """Refuse to stand in for something else.
@@ -71,15 +98,20 @@ class Profile:
         if differences:
             raise ProfileMismatch(f"the profile does not fit: {'; '.join(differences)}")
 
-    def save(self, path: Path) -> None:
-        """Write it as JSON."""
-        data = {
+    def as_json(self) -> dict[str, Any]:
+        """What its file holds."""
+        return {
             "format": FORMAT, "model": self.model, "machine": dict(self.machine), "origin": self.origin,
             "held_out": dict(self.held_out), "parts": {name: dict(error) for name, error in self.parts.items()},
-            "host": self.host, "block_move": self.block_move, "block_copy": self.block_copy,
+            "host": self.host.as_json(), "ladders": self.ladders, "overlap": self.overlap,
+            "decode_graph": _points(self.decode_graph), "token_graph": _points(self.token_graph),
+            "block_move": self.block_move, "block_copy": self.block_copy,
             "dense": self.dense.points, "head": self.head.points, "attention": self.attention.as_json(),
         }  # fmt: skip
-        path.write_text(json.dumps(data) + "\n", encoding="utf-8")
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.write_text(json.dumps(self.as_json()) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Profile:
@@ -104,7 +136,11 @@ class Profile:
                 dense=Curve((x, y) for x, y in data["dense"]),
                 head=Curve((x, y) for x, y in data["head"]),
                 attention=attention_from_json(data["attention"]),
-                host=_two(data["host"]),
+                host=HostCost.from_json(data["host"]),
+                ladders=_ladders(data["ladders"]),
+                overlap=_flag(data["overlap"]),
+                decode_graph=_curve(data["decode_graph"]),
+                token_graph=_curve(data["token_graph"]),
                 block_move=_two(data["block_move"]),
                 block_copy=_two(data["block_copy"]),
                 held_out={name: float(value) for name, value in data["held_out"].items()},
@@ -122,40 +158,87 @@ class ProfiledCost:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self._dense: dict[int, float] = {0: 0.0}  # a run meets few different numbers
-        self._head: dict[int, float] = {0: 0.0}
+        self._tables: dict[tuple[StepKind, int, int], float] = {}  # a run meets few different numbers
 
     def seconds(self, batch: Batch) -> float:
         return self.price(work_of(batch))
 
-    def host_seconds(self, batch: Batch) -> float:
-        """What of it the host takes."""
-        a, b = self.profile.host
-        return a + b * len(batch.rows)
+    def step_time(self, batch: Batch) -> StepTime:
+        return self.time_of(work_of(batch))
 
     def price(self, work: Work) -> float:
-        """Seconds of a step with these features."""
-        profile = self.profile
-        dense = self._dense.get(work.tokens)
-        if dense is None:
-            dense = self._dense[work.tokens] = profile.dense(work.tokens)
-        head = self._head.get(work.draws)
-        if head is None:
-            head = self._head[work.draws] = profile.head(work.draws)
-        seconds = dense + head + profile.attention.seconds(work) + profile.host[0] + profile.host[1] * work.sequences
-        if work.blocks_moved:
-            seconds += profile.block_move[0] + work.blocks_moved * profile.block_move[1]
-        if work.blocks_copied:
-            seconds += profile.block_copy[0] + work.blocks_copied * profile.block_copy[1]
-        return seconds
+        """Seconds of a step with these features, when it runs alone."""
+        return self.time_of(work).total
 
-    def parts(self, work: Work) -> tuple[float, float, float, float]:
-        """Seconds of a step's dense work, head, decode attention and prefill attention; block moves count as dense."""
-        decode = self.profile.attention.seconds(work._replace(prefills=()))
-        prefill = self.profile.attention.seconds(work) - decode
-        head = self.profile.head(work.draws) if work.draws else 0.0
-        host = self.profile.host[0] + self.profile.host[1] * work.sequences
-        return self.price(work) - host - head - decode - prefill, head, decode, prefill
+    def time_of(self, work: Work) -> StepTime:
+        """Where the time of a step with these features goes."""
+        profile = self.profile
+        kind, size = profile.ladders.placed(work)
+        before, launch, after = profile.host.seconds(kind, work)
+        device = self._table(kind, size, work.draws)
+        if kind is StepKind.DECODE_GRAPH:
+            device += profile.attention.contexts(work)  # type: ignore[attr-defined]  # a formula, where there are graphs
+        else:
+            device += profile.attention.seconds(work)
+        if work.blocks_moved:
+            device += profile.block_move[0] + work.blocks_moved * profile.block_move[1]
+        if work.blocks_copied:
+            device += profile.block_copy[0] + work.blocks_copied * profile.block_copy[1]
+        return StepTime(before, launch, device, after)
+
+    def parts(self, work: Work) -> dict[str, float]:
+        """The device's time by what it goes to: decode graph, token graph, dense, head, decode, prefill, moves."""
+        profile = self.profile
+        kind, size = profile.ladders.placed(work)
+        attention = profile.attention
+        if kind is StepKind.DECODE_GRAPH:
+            decode, prefill = attention.contexts(work), 0.0  # type: ignore[attr-defined]
+        else:
+            decode = attention.seconds(work._replace(prefills=()))
+            prefill = attention.seconds(work) - decode
+        found = dict.fromkeys(PARTS, 0.0) | {"decode": decode, "prefill": prefill}
+        if kind is StepKind.LAUNCHED:
+            found["head"] = profile.head(work.draws) if work.draws else 0.0
+            found["dense"] = self._table(kind, size, work.draws) - found["head"]
+        else:
+            found[kind.value] = self._table(kind, size, work.draws)
+        found["moves"] = self.time_of(work).device - sum(found.values())
+        return found
+
+    def _table(self, kind: StepKind, size: int, draws: int) -> float:
+        """What a step takes without attention and block moves."""
+        key = (kind, size, draws)
+        known = self._tables.get(key)
+        if known is None:
+            known = self._tables[key] = self._look_up(kind, size, draws)
+        return known
+
+    def _look_up(self, kind: StepKind, size: int, draws: int) -> float:
+        profile = self.profile
+        if kind is not StepKind.LAUNCHED:
+            table = profile.decode_graph if kind is StepKind.DECODE_GRAPH else profile.token_graph
+            assert table is not None
+            return table(size)
+        return (profile.dense(size) if size else 0.0) + (profile.head(draws) if draws else 0.0)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r} must be true or false")
+    return value
+
+
+def _ladders(sizes: Any) -> Ladders:
+    decode, tokens = (tuple(map(int, own)) for own in sizes)
+    return Ladders(decode, tokens)
+
+
+def _points(curve: Curve | None) -> list[tuple[float, float]] | None:
+    return None if curve is None else curve.points
+
+
+def _curve(points: Any) -> Curve | None:
+    return None if points is None else Curve((x, y) for x, y in points)
 
 
 def _two(values: Any) -> tuple[float, float]:

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from research_engine.engine.contract import Batch
 
-from .cost_model import Work, work_of
+from .cost_model import StepTime, Work, work_of
 from .gpu_sheet import GpuSheet
 
 KERNELS_PER_LAYER = 9  # 2 norms, 4 linears, rotary embedding with cache write, attention, activation
@@ -114,9 +114,10 @@ class RooflineCost:
     def seconds(self, batch: Batch) -> float:
         return self.price(work_of(batch))
 
-    def host_seconds(self, batch: Batch) -> float:
-        """What of it the host takes."""
-        return self.gpu.host_seconds + self.gpu.host_seconds_per_sequence * len(batch.rows)
+    def step_time(self, batch: Batch) -> StepTime:
+        """The sheet's host time passes before the device begins."""
+        host = self.gpu.host_seconds + self.gpu.host_seconds_per_sequence * len(batch.rows)
+        return StepTime(host, 0.0, max(0.0, self.seconds(batch) - host), 0.0)
 
     def price(self, work: Work) -> float:
         """Seconds of a step with these features."""
@@ -160,7 +161,15 @@ class RooflineCost:
         return self.gpu.gpu_link_seconds + sent / self.gpu.gpu_link_bandwidth
 
     def linear(self, rows: int, inputs: int, outputs: int) -> float:
-        """One matrix product [rows, inputs] x [inputs, outputs]."""
+        """One matrix product [rows, inputs] x [inputs, outputs]; never less than one of fewer rows.
+
+        Where the efficiency rises faster than the work, time would fall at first. Between two points of the sheet it
+        falls only from the first of them on, so it is enough to look at those.
+        """
+        points = (at for at, _ in self.gpu.gemm_efficiency if at < rows)
+        return max(self._product(at, inputs, outputs) for at in (*points, rows))
+
+    def _product(self, rows: float, inputs: int, outputs: int) -> float:
         gpu = self.gpu
         moved = self._element * (inputs * outputs + rows * (inputs + outputs))
         return max(2 * rows * inputs * outputs / gpu.flops, moved / gpu.memory_bandwidth) / self._efficiency(rows)
@@ -174,7 +183,7 @@ class RooflineCost:
             seconds += max(pairs * self._attention_flops / rate, (tokens + before) * self._kv_bytes / self._stream)
         return seconds
 
-    def _efficiency(self, rows: int) -> float:
+    def _efficiency(self, rows: float) -> float:
         points = self.gpu.gemm_efficiency
         below = points[0]
         for above in points:

@@ -117,6 +117,44 @@ def test_an_interpreter_without_the_other_engine_is_named_with_its_error(capsys,
     (tmp_path / "vllm.py").write_text("raise ImportError('no such engine here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     arguments = ["bench", "throughput", "dummy:tiny", "--num-prompts", "1", "--input-len", "4",
-                 "--output-len", "1", "--max-model-len", "16", "--compare", "vllm"]  # fmt: skip
+                 "--output-len", "1", "--max-model-len", "16", "--compare", "vllm",
+                 "--save", str(tmp_path / "own.json")]  # fmt: skip
     assert cli.main(arguments) == 2
-    assert "no such engine here" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "no such engine here" in printed.err
+    assert "requests/s" in printed.out  # what was measured before it is not lost
+    assert len(json.loads((tmp_path / "own.json").read_text())["results"]) == 1
+
+
+def test_one_start_measures_piles_and_batches_beside_the_other_engine(lengths, tmp_path, monkeypatch, capsys):
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("FAKE_VLLM_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("COLUMNS", "200")
+    saved = tmp_path / "result.json"
+    arguments = ["bench", "engine", "dummy:tiny", "--lengths", str(lengths), "--num-prompts", "3", "--max-prompt",
+                 "100", "--max-total", "200", "--pile", "2", "8", "3", "--batches", "2", "--input-len", "8",
+                 "--output-len", "4", "--prompts", "16", "--repeats", "2", "--max-num-seqs", "8",
+                 "--max-model-len", "64", "--compare", "vllm", "--vllm-python", sys.executable,
+                 "--save", str(saved)]  # fmt: skip
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    for row in ("per output token, batch 2", "to the first token, 16 in", "requests/s, 3 of lengths.csv",
+                "requests/s, 2 x (8 in, 3 out)", "start-up, s", "ours / theirs"):  # fmt: skip
+        assert row in out
+    assert len((tmp_path / "log").read_text().splitlines()) == 1  # one start for all
+    content = json.loads(saved.read_text())
+    assert content["job"]["repeats"] == {"2: one token": 2, "2: all tokens": 2, "prompt of 16": 2}
+    assert [result["output_tokens"]["2 x (8 in, 3 out)"] for result in content["results"]] == [6, 6]
+
+
+def test_the_other_engine_does_not_see_this_projects_modules_as_its_own(tmp_path, monkeypatch):
+    """bench/datasets.py must not stand in for the package of that name."""
+    (tmp_path / "vllm.py").write_text(
+        FAKE_VLLM + "\nimport sys\nassert not any('bench' in path for path in sys.path)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("FAKE_VLLM_LOG", str(tmp_path / "log"))
+    arguments = ["bench", "throughput", "dummy:tiny", "--num-prompts", "1", "--input-len", "4",
+                 "--output-len", "1", "--max-model-len", "16", "--compare", "vllm"]  # fmt: skip
+    assert cli.main(arguments) == 0

@@ -267,13 +267,31 @@ def test_results_can_be_appended(tmp_path):
     assert [run["completed"] for run in runs] == [6, 6]
 
 
-def test_a_result_that_cannot_be_written_is_told_after_it_was_printed(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    with StandIn() as server:
-        code, _ = bench(server, tmp_path / "file")
+def test_a_result_that_cannot_be_written_is_printed_and_kept_elsewhere(tmp_path, capsys, monkeypatch):
+    place = tmp_path / "place"
+
+    def script(body, index):
+        if place.is_dir():  # gone since the run began
+            place.rmdir()
+            place.write_text("")
+        return Reply.of(4)
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with StandIn(script) as server:
+        code, _ = bench(server, place)
     printed = capsys.readouterr()
     assert code == 1
     assert "Successful requests" in printed.out and "the result is not saved" in printed.err
+    kept = Path(printed.err.rpartition("it is in ")[2].strip())
+    assert json.loads(kept.read_text())["completed"] == 6
+
+
+def test_a_place_where_nothing_can_be_written_is_told_before_the_run(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with StandIn() as server:
+        code, _ = bench(server, tmp_path / "file")
+    assert code == 2
+    assert "result file = " in capsys.readouterr().err and not server.bodies
 
 
 @pytest.mark.timeout(120)

@@ -15,6 +15,7 @@ from research_engine.datasets.record_file import read_records
         ("a.csv", "prompt,output\n3,4\n5,6\n", [{"prompt": "3", "output": "4"}, {"prompt": "5", "output": "6"}]),
         ("a.jsonl", '{"prompt": 3}\n\n{"prompt": 5}\n', [{"prompt": 3}, {"prompt": 5}]),
         ("empty.jsonl", "", []),
+        ("of_a_spreadsheet.csv", "\ufeffprompt,output\r\n3,4\r\n", [{"prompt": "3", "output": "4"}]),
     ],
 )
 def test_records_come_by_the_names_of_their_columns(
@@ -29,7 +30,8 @@ def test_records_come_by_the_names_of_their_columns(
     [
         ("a.txt", b"", "from .csv and .jsonl files"),
         ("a.jsonl", b"{}\n[1]\n", r"a.jsonl, line 2: '\[1\]\\n' is no JSON object"),
-        ("a.jsonl", b"{\n", "cannot be read"),
+        ("a.jsonl", b"{\n", "a.jsonl, line 1: cannot be read as JSON"),
+        ("a.jsonl", b'{"a": 1}\n{"a": ', "line 2, the file's last, perhaps cut short: cannot be read as JSON"),
         ("a.csv", b"a\n\xff\n", "cannot be read"),
     ],
 )

@@ -128,3 +128,18 @@ def test_a_request_that_holds_a_block_that_does_not_exist_is_noticed(engine: Eng
     next(iter(engine.queues.live.values()))._block_ids[-1] = number
     with pytest.raises(IntegrityError, match="reference count"):
         engine.kv_cache.check_integrity(engine.queues.live.values())
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_an_idle_engines_books_are_balanced_by_its_last_step_or_when_that_is_asked_for(later: bool) -> None:
+    made = make_engine(schedulers.create("fcfs"), num_blocks=8, num_host_blocks=1, check_integrity=False)
+    made.kv_cache.balances_later = later
+    made.add_request("a", [1, 2], SamplingParams(max_tokens=3, ignore_eos=True))
+    a_host_block_that_is_lost(made.kv_cache)
+    if not later:
+        with pytest.raises(IntegrityError, match="host blocks"):
+            drain(made)
+        return
+    drain(made)
+    with pytest.raises(IntegrityError, match="host blocks"):
+        made.kv_cache.balance_if_earned()

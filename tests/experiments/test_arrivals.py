@@ -81,6 +81,19 @@ def test_clients_of_servegen_keep_rate_and_burstiness_of_each_window(tmp_path: P
     assert gaps.std() / gaps.mean() == pytest.approx(5**0.5, rel=0.2)  # of a Weibull of shape 0.5
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "600,5,1,Gamma,1,1\n600,5,1,Gamma,1,1\n",
+        "600,5,1,Gamma,1,1\n0,5,1,Gamma,1,1\n",
+        "0,inf,1,Gamma,1,1\n600,5,1,Gamma,1,1\n",
+    ],
+)
+def test_a_client_whose_windows_do_not_follow_each_other_is_refused(rows: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match="its windows' starts must rise and rates must be numbers"):
+        read_client(client_file(tmp_path, "chunk-3", rows))
+
+
 def test_servegens_rate_is_scaled_and_its_clients_reach_the_requests(tmp_path: Path) -> None:
     files = [str(client_file(tmp_path, f"chunk-{i}", f"0,{i},1,Gamma,1,1\n600,{i},1,Gamma,1,1\n")) for i in (1, 3)]
     settings = WorkloadSettings(num_requests=400, lengths={"source": "fixed", "prompt": 2, "output": 1},

@@ -102,6 +102,24 @@ def test_a_mistake_on_the_command_line_is_told_as_typed(file: Path) -> None:
     assert mistake(file, "", "", "nonsense") == "'nonsense': expected key=value, such as workload.arrivals.rate=2"
 
 
+def test_a_rule_about_several_keys_is_told_with_the_place_of_the_one_at_fault(file: Path) -> None:
+    told = mistake(file, "", "", "max_num_batched_tokens=64", "scheduler_params.token_budget=99")
+    assert told.startswith(
+        "command line, scheduler_params.token_budget=99: scheduler_params.token_budget = 99 is above"
+    )
+    levels = "scheduler_params.token_budget: [32, 99]"
+    told = mistake(file, "scheduler: [fcfs, priority]", f"{levels}\n  scheduler: [fcfs]", "max_num_batched_tokens=64")
+    assert told.startswith("mine.yaml, line 10: scheduler_params.token_budget = 99 is above")
+
+
+def test_swapping_without_host_blocks_is_refused_before_anything_runs(file: Path) -> None:
+    words = ("baseline={}", "factors.scheduler_params.preemption=[recompute, swap]")
+    assert mistake(file, "", "", *words).endswith(
+        "fcfs, swap: preemption = 'swap' needs host blocks: set swap_space (GiB) or num_host_blocks"
+    )
+    assert load_experiment(str(file), [*words, "num_host_blocks=8"])
+
+
 def test_a_parameter_that_the_policy_lacks_is_told(file: Path) -> None:
     told = mistake(file, "", "", "scheduler=priority", "scheduler_params.agein=3")
     assert "command line, scheduler_params.agein=3" in told

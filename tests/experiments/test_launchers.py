@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
+import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import subprocess
@@ -170,6 +172,23 @@ class FailingBackend(StubBackend):
 
             engine.executor.execute = fail  # type: ignore[method-assign]
         return engine
+
+
+def test_ctrl_c_is_the_parents_affair_from_a_process_first_moment_on() -> None:
+    """The signal is blocked while a process is made, so that it inherits that, and is not blocked afterwards here."""
+    seen, make = [], multiprocessing.get_context("spawn").Process.start
+
+    def start(process: multiprocessing.process.BaseProcess) -> None:
+        seen.append(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        make(process)
+
+    processes = Processes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing.get_context("spawn").Process, "start", start)
+        processes._worker(0)
+    processes.close()
+    assert seen == [True]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_an_exception_is_told_and_kept_with_its_traceback(file: Path, tmp_path: Path) -> None:

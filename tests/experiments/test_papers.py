@@ -58,6 +58,9 @@ def test_a_small_run_makes_the_papers_table_and_keeps_its_order(tmp_path: Path) 
     assert "| Orca (Max) | 20.4 |" in text
     assert "| the more is known of lengths the more memory holds tokens | holds |" in text
     assert "cannot be told" not in text
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert '<th scope="col">Token states (%): paper</th>' in page
+    assert "<td>the more is known of lengths the more memory holds tokens</td><td>holds</td>" in page
 
 
 def test_a_claim_of_cells_that_did_not_run_cannot_be_told(tmp_path: Path) -> None:

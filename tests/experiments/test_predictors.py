@@ -149,12 +149,15 @@ def test_a_predictor_asked_for_wrongly_is_refused(predictor: dict[str, Any], mes
     [
         ("output_token_length,klass\n3,1\n", r"no column 'predicted_length'; valid ones, nearest first: .*klass"),
         ("output_token_length,predicted_length\n3,long\n", r"record 1: .*predicted_length = 'long': must be numbers"),
+        ("output_token_length,predicted_length\nnan,1\n", "output_token_length = 'nan'.*: must be numbers"),
+        ("output_token_length,predicted_length\n3,1e99\n", "predicted_length = '1e99': must be numbers"),
         ("output_token_length,predicted_length\n", "it has no records"),
+        ("output_token_length\udcff,predicted_length\n3,1\n", "cannot be read"),
     ],
 )
 def test_a_file_of_another_shape_is_told(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "odd.csv"
-    path.write_text(text)
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(WorkloadError, match=message):
         predictions([5], kind="classes", path=str(path))
     with pytest.raises(WorkloadError, match="no file"):

@@ -65,6 +65,12 @@ def test_the_page_needs_nothing_but_itself(finished: Path) -> None:
         assert part in page
 
 
+def test_a_plots_line_says_what_it_is_of_and_by_which_factors(finished: Path) -> None:
+    caption = RunFiles.of(finished).caption
+    assert caption.startswith("mine  ·  dummy:tiny  ·  ")
+    assert "simulated: simulated" not in caption and "  ·  by " in caption
+
+
 def test_everything_is_made_again_from_files_alone(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = ["table.md", "table.csv", "table.tex", "effects.md", "effects.tex", "results.parquet", "report.html",
             "latency.png", "heatmap.pdf"]  # fmt: skip

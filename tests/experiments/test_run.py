@@ -298,6 +298,29 @@ def test_two_processes_do_not_run_into_one_directory(file: Path, tmp_path: Path)
     run(file, tmp_path / "run", StubBackend())
 
 
+def test_what_a_killed_run_left_unfinished_is_cleared(file: Path, tmp_path: Path) -> None:
+    run(file, tmp_path / "run", StubBackend())
+    whole = contents(tmp_path / "run")
+
+    (tmp_path / "run" / ".unfinished-table-ab12cd34.md").write_text("half")
+    (tmp_path / "run" / ".mine-settings.json").write_text("{}")
+    run(file, tmp_path / "run", StubBackend())
+    assert [path.name for path in (tmp_path / "run").glob(".*")] == [".mine-settings.json"]
+    (tmp_path / "run" / ".mine-settings.json").unlink()
+    assert contents(tmp_path / "run") == whole
+
+
+def test_ctrl_c_before_anything_runs_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(options: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("experiments.run._answer", interrupt)
+    assert main(["--list"]) == 130
+    assert "stopped" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "environment.json"])
 def test_a_directory_with_files_that_no_run_wrote_is_left_as_it_is(file: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "own").mkdir()

@@ -147,6 +147,23 @@ def test_the_plot_is_written_for_screen_and_paper(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latency.pdf", "latency.png"]
 
 
+@pytest.mark.parametrize("label", ["[8, 16]", "*"])
+def test_a_latex_row_is_no_argument_of_the_row_before(label: str) -> None:
+    """`\\\\[8pt]` and `\\\\*` mean something to LaTeX, across a line's end too."""
+    rows = [CellResults(label, {}, {(0, 0): summary(0, 0.01, 10.0, 0)}, 1) for _ in range(6)]
+    lines = to_latex(build_table("title", rows, SHOWN[:1])).splitlines()
+    assert sum(line.strip().startswith("{}" + label[0]) for line in lines) == 6
+    assert not any(line.strip().startswith(label[0]) for line in lines)
+
+
+def test_a_terminal_table_shows_brackets_as_they_are() -> None:
+    out = io.StringIO()
+    cells = [CellResults("[red]", {}, {(0, 0): summary(0, 0.01, 10.0, 0)}, 1)]
+    made = build_table("changed: scheduler=[fcfs,sjf]", cells, SHOWN, ["Policy: [bold]."])
+    Console(width=200, file=out).print(to_rich(made, 200))
+    assert all(text in out.getvalue() for text in ("scheduler=[fcfs,sjf]", "[red]", "[bold]"))
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_a_terminal_table_cuts_nothing_off(width: int) -> None:
     """Many cells: columns that do not fit stand in a further table below, with every cell's whole name."""

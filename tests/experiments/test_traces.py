@@ -140,6 +140,14 @@ def test_an_absent_trace_is_replaced_by_its_statistics_and_that_is_told(
          "record 1: no column 'GeneratedTokens'; valid ones, nearest first: "),
         ("AzureLLMInferenceTrace_conv.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,2\n", {"source": "azure"},
          "TIMESTAMP = 'noon' is neither a number of seconds nor a date"),
+        ("AzureLLMInferenceTrace_conv.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nNaT,1,2\n", {"source": "azure"},
+         "TIMESTAMP = 'NaT' is neither a number of seconds nor a date"),
+        ("AzureLLMInferenceTrace_conv.csv", f"TIMESTAMP,ContextTokens,GeneratedTokens\n0,1,{10**18}\n",
+         {"source": "azure"}, "is no number of tokens up to 100,000,000"),
+        ("vtc_real_FCFS.jsonl", json.dumps({"result": {"responses": [{"adapter_dir": "a-1", "prompt_len": "x",
+         "output_len": 1, "req_time": 0}]}}), {"source": "vtc"}, "response 1: prompt_len = 'x' is no number of tokens"),
+        ("vtc_real_FCFS.jsonl", json.dumps({"result": {"responses": [{"adapter_dir": 3, "prompt_len": 1,
+         "output_len": 1, "req_time": 0}]}}), {"source": "vtc"}, "no results of the VTC artifact: AttributeError"),
         ("mooncake_conversation_trace.jsonl", json.dumps(MOONCAKE[2] | {"hash_ids": [1]}), {"source": "mooncake"},
          "a hash for every 512 of 600 tokens"),
         ("vtc_real_FCFS.jsonl", "{}", {"source": "vtc"}, "no results of the VTC artifact: KeyError"),
@@ -149,6 +157,14 @@ def test_a_damaged_trace_is_named(folder: Path, name: str, text: str, lengths: d
     (folder / name).write_text(text)
     with pytest.raises(WorkloadError, match=told):
         arrivals(1, lengths)
+
+
+def test_times_of_day_count_their_offset_from_utc(tmp_path: Path) -> None:
+    times = ("2023-11-16T18:00:00Z", "2023-11-16 20:00:01+02:00", "2023-11-16 18:00:02.5")
+    (tmp_path / "own.csv").write_text("prompt_tokens,output_tokens,at\n" + "".join(f"9,9,{time}\n" for time in times))
+    lengths = {"source": "file", "path": str(tmp_path / "own.csv"), "time_column": "at", "order": "file"}
+    found = arrivals(3, lengths, arrivals={"process": "trace"})
+    assert [arrival.time for arrival in found] == [0.0, 1.0, 2.5]
 
 
 @pytest.mark.parametrize(

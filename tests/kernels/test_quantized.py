@@ -56,9 +56,17 @@ def random_weight(
     )
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight) -> None:
-    """Row by row, against the size that a row's sums of products have."""
+def assert_close(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """Row by row, against the size that a row's sums of products have, and the bias with them."""
     terms = x.double().norm(dim=1, keepdim=True) * kernels.reference.dequantize_weight(weight).norm(dim=1)[None]
+    if bias is not None:
+        terms = terms + bias.double().abs()
     error = (actual.double() - expected).abs()
     bound = TOLERANCE[x.dtype] * terms.clamp_min(1e-30)
     assert bool((error <= bound).all()), f"off by {(error / bound).max():.2f} of what is allowed"
@@ -79,10 +87,12 @@ def test_products_equal_the_formula(device: str, data: st.DataObject) -> None:
     wide = torch.full((tokens, k + 16), NAN, device=device, dtype=dtype)
     x, out = wide[:, 8 : 8 + k], torch.full((tokens, n + 5), NAN, device=device, dtype=dtype)
     x.copy_(torch.randn(tokens, k, generator=torch.Generator().manual_seed(3)) + draw(st.sampled_from((0.0, 1.0))))
-    assert kernels.quantized_matmul(x, weight, out=out[:, 2 : 2 + n]).data_ptr() == out[:, 2:].data_ptr()
-    assert_close(out[:, 2 : 2 + n], kernels.reference.quantized_matmul(x, weight), x, weight)
+    bias = torch.randn(n, generator=torch.Generator().manual_seed(4)).to(device, dtype) if draw(st.booleans()) else None
+    got = kernels.quantized_matmul(x, weight, bias, out=out[:, 2 : 2 + n])
+    assert got.data_ptr() == out[:, 2:].data_ptr()
+    assert_close(got, kernels.reference.quantized_matmul(x, weight, bias), x, weight, bias)
     assert out[:, :2].isnan().all() and out[:, 2 + n :].isnan().all(), "columns next to the result were written"
-    assert torch.equal(kernels.quantized_matmul(x, weight), out[:, 2 : 2 + n])
+    assert torch.equal(kernels.quantized_matmul(x, weight, bias), out[:, 2 : 2 + n])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -61,7 +61,7 @@ def arguments(name: str, device: str) -> tuple[object, ...]:
         if name == "dequantize_weight":
             return w.weight, w.scales, None, None, torch.empty(40, 64, dtype=dtype, device=device), "int4"
         x, out = randn(3, 64).to(dtype), torch.empty(3, 40, dtype=dtype, device=device)
-        return x, w.weight, w.scales, None, None, out, None, "int4"
+        return x, w.weight, w.scales, None, None, randn(40).to(dtype), out, None, "int4", False
     if name == "gather_cache":
         tables = torch.tensor([[0, 1], [3, 2]], dtype=torch.int32, device=device)
         start_loc = torch.tensor([0, 2, 3], dtype=torch.int32, device=device)

@@ -12,11 +12,13 @@ from research_engine.layers.moe import MixtureOfExperts
 HIDDEN, INTER, EXPERTS = 32, 48, 5
 
 
-def make(dtype: torch.dtype, *, grouped: bool, normalize: bool, k: int) -> tuple[MixtureOfExperts, list[torch.Tensor]]:
+def make(
+    dtype: torch.dtype, *, grouped: bool, normalize: bool, k: int, device: str = "cpu"
+) -> tuple[MixtureOfExperts, list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(4)
 
     def weight(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(device, dtype)
 
     router, gate_up, down = weight(EXPERTS, HIDDEN), weight(EXPERTS, 2 * INTER, HIDDEN), weight(EXPERTS, HIDDEN, INTER)
     layer = MixtureOfExperts(

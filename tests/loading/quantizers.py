@@ -100,6 +100,24 @@ def _fp8(method: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], to
     return tensors, stored.float() * scales
 
 
+def _matrices(name: str, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Those of a parameter that are quantised, by their names in a checkpoint: views. None: it stays as it is.
+
+    transformers stacks Mixtral's experts, ``[E, 2I, H]`` and ``[E, H, I]``; checkpoints have each matrix apart.
+    """
+    if ".experts." in name:
+        module = name.partition(".mlp.")[0] + ".block_sparse_moe.experts"
+        kinds = ("w1", "w3") if name.endswith("gate_up_proj") else ("w2",)
+        return [
+            (f"{module}.{number}.{kind}", matrix)
+            for number, expert in enumerate(parameter.detach())
+            for kind, matrix in zip(kinds, expert.chunk(len(kinds)), strict=True)
+        ]
+    if ".layers." not in name or parameter.dim() != 2 or name.endswith(".mlp.gate.weight"):
+        return []
+    return [(name.removesuffix(".weight"), parameter.detach())]
+
+
 def quantize_model(
     model: Any, directory: Path, method: str, quantization_config: dict[str, Any], group_size: int = 32, **options: Any
 ) -> Any:
@@ -112,13 +130,13 @@ def quantize_model(
     tensors = {}
     with torch.no_grad():
         for number, (name, parameter) in enumerate(model.named_parameters()):
-            if ".layers." in name and parameter.dim() == 2:
-                module = name.removesuffix(".weight")
-                made, values = quantize(method, parameter.detach(), group_size, seed=number // 100, **options)
+            matrices = _matrices(name, parameter)
+            for module, matrix in matrices:
+                made, values = quantize(method, matrix, group_size, seed=number // 100, **options)
                 tensors |= {f"{module}.{kind}": tensor.contiguous() for kind, tensor in made.items()}
-                parameter.copy_(values)
-            else:
-                tensors[name] = parameter.detach().clone()
+                matrix.copy_(values)
+            if not matrices:
+                tensors[name.replace(".mlp.gate.", ".block_sparse_moe.gate.")] = parameter.detach().clone()
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = {**json.loads(model.config.to_json_string(use_diff=False)), "quantization_config": quantization_config}

@@ -117,6 +117,17 @@ def test_biases_and_fused_tensors(kind: str, overrides: dict[str, Any], tmp_path
     torch.testing.assert_close(logits, reference_logits(reference, given), rtol=1e-4, atol=2e-4)
 
 
+def test_experts_are_packed_one_by_one_and_the_router_is_not(tmp_path: Path) -> None:
+    overrides = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
+    reference = make("gptq, desc_act, v2", tmp_path, "Mixtral", overrides)
+    model = load(tmp_path)
+    experts = model.layers[1].mlp
+    assert [is_packed(x) for x in (*experts.gate_up, *experts.down, experts.router)] == [True] * 8 + [False]
+    (given,) = prompts([30])
+    (logits,) = PagedRun(model, 1, 32).step([given])
+    torch.testing.assert_close(logits, reference_logits(reference, given), rtol=1e-4, atol=2e-4)
+
+
 def test_a_packed_model_takes_the_memory_of_its_packed_weights(tmp_path: Path) -> None:
     make("awq", tmp_path)
     layer = load(tmp_path).layers[0]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from research_engine.engine.clock import MonotonicClock
-from research_engine.engine.contract import Batch, StepResult
+from research_engine.engine.contract import Batch, EngineView, SchedulePlan, StepResult
 from research_engine.engine.engine import Engine
 from research_engine.options import EngineOptions
 from research_engine.server.engine_source import EngineParts
 from research_engine.server.live_records import LiveRecords
 from research_engine.server.stub_engine import StubExecutor, parts_around, stub_parts
+from schedulers.chunked_prefill import ChunkedPrefill
 
 TOKENIZER = "research_engine.server.stub_engine:stub_tokenizer"
 SLOW = ("tests.server.faulty:slow_parts", TOKENIZER)
@@ -28,7 +31,7 @@ class OutOfMemoryError(RuntimeError):
 
 
 class FaultyExecutor(StubExecutor):
-    """Fails at prompts that begin with O (out of memory), C (CUDA), N (no numbers); K kills the process."""
+    """Fails at prompts that begin with O (out of memory), C (CUDA), N (no numbers); K kills the process, H hangs."""
 
     def execute(self, batch: Batch) -> StepResult:
         for row in batch.rows:
@@ -41,7 +44,27 @@ class FaultyExecutor(StubExecutor):
                 raise ValueError("the model's logits hold NaN")
             if letter == "K":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if letter == "H":
+                threading.Event().wait()
         return super().execute(batch)
+
+
+class NeverDecides(ChunkedPrefill):
+    """A policy without an end."""
+
+    def schedule(self, view: EngineView) -> SchedulePlan:
+        while True:
+            with suppress(BaseException):  # not even an interruption ends it
+                sum(range(10))
+
+
+class WaitsForTwo(ChunkedPrefill):
+    """Serves nobody while there is one request alone, and asks to be woken in an hour."""
+
+    def schedule(self, view: EngineView) -> SchedulePlan:
+        if view.num_running + view.num_waiting < 2:
+            return SchedulePlan({}, wake_at=view.now + 3600.0)
+        return super().schedule(view)
 
 
 class JumpingClock(MonotonicClock):
@@ -71,7 +94,7 @@ def jumping_parts(options: EngineOptions, records: LiveRecords) -> EngineParts:
 def embedding_parts(options: EngineOptions, records: LiveRecords) -> EngineParts:
     """Embeds as 8 numbers of length 1 made of the tokens."""
 
-    def embed(prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    def embed(prompts: Sequence[Sequence[int]], after_step: Callable[[int], None]) -> list[list[float]]:
         if any(len(prompt) > 100 for prompt in prompts):
             raise ValueError("input holds a text of more than 100 tokens")
         raw = [[float((sum(prompt) * (i + 1)) % 17 + 1) for i in range(8)] for prompt in prompts]

@@ -68,7 +68,7 @@ def test_made_up_requests_are_answered_or_refused(stub: LiveServer, path: str) -
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        live = start(Path(folder) / "log", "stub", engine=STUB)
+        live = start(Path(folder) / "log", "stub", "--max-model-len", "256", engine=STUB)  # a chat runs to its end
         for path in PATHS:
             print(path, dict(fuzz(live, path, int(sys.argv[1]))), flush=True)
         assert live.complete(prompt="a", max_tokens=3)["choices"][0]["text"] == "abc"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+import schedulers
 from research_engine.options import EngineOptions, OptionError
-from research_engine.server.serve_options import ServeOptions, _parser, options_of, parse
+from research_engine.server.serve_options import WHOLE_PROMPTS, ServeOptions, _parser, options_of, parse
 
 
 def test_flags_as_vllms_users_type_them() -> None:
@@ -18,7 +20,7 @@ def test_flags_as_vllms_users_type_them() -> None:
         "dummy:tiny --host 0.0.0.0 --port 9000 --api-key a b --served-model-name x y --gpu-memory-utilization 0.8 "
         "--max-model-len 512 --max-num-seqs 8 --max-num-batched-tokens 256 --dtype float32 --tensor-parallel-size 1 "
         "--no-enable-prefix-caching --kv-cache-dtype auto --block-size 32 --swap-space 1 --seed 7 --enforce-eager "
-        "--trust-remote-code --task generate --load-format dummy --scheduling-policy vtc "
+        "--trust-remote-code --quantization awq -tp 1 --task generate --load-format dummy --scheduling-policy vtc "
         "--scheduler-params weight_output=3.0 --max-num-queued-reqs 9"
     )
     options = parse(words.split())
@@ -31,6 +33,7 @@ def test_flags_as_vllms_users_type_them() -> None:
     )
     assert (engine.gpu_memory_utilization, engine.max_model_len, engine.max_num_seqs) == (0.8, 512, 8)
     assert (engine.max_num_batched_tokens, engine.dtype, engine.enable_prefix_caching) == (256, "float32", False)
+    assert engine.quantization == "awq"
     assert (engine.block_size, engine.swap_space, engine.seed, engine.load_format) == (32, 1.0, 7, "dummy")
     assert (engine.scheduler, engine.scheduler_params, engine.max_num_queued) == ("vtc", {"weight_output": 3.0}, 9)
 
@@ -43,17 +46,31 @@ def test_every_engine_option_has_its_flag() -> None:
 @pytest.mark.parametrize(
     ("flags", "scheduler"),
     [("", "chunked_prefill"), ("--enable-chunked-prefill", "chunked_prefill"), ("--no-enable-chunked-prefill", "fcfs"),
-     ("--no-enable-chunked-prefill --scheduler vllm_v0", "vllm_v0")],
+     ("--no-enable-chunked-prefill --scheduler vllm_v0", "vllm_v0"), ("--scheduler fcfs", "fcfs"),
+     ("--enable-chunked-prefill --scheduling-policy fcfs", "chunked_prefill"),
+     ("--enable-chunked-prefill --scheduling-policy priority", "priority")],
 )  # fmt: skip
 def test_chunked_prefill_is_a_choice_of_scheduler(flags: str, scheduler: str) -> None:
     assert parse(["m", *flags.split()]).engine.scheduler == scheduler
 
 
+@pytest.mark.parametrize("name", schedulers.available())
+def test_the_policies_that_compute_prompts_whole_are_those_that_give_a_rest_of_the_budget_to_none(name: str) -> None:
+    view = SimpleNamespace(max_num_batched_tokens=10, uncomputed_tokens=lambda request: 8)
+    request = SimpleNamespace(is_decoding=False)
+    assert (schedulers.create(name).quota(request, view, 5) == 0) == (name in WHOLE_PROMPTS)
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--no-enable-chunked-prefill --scheduler chunked_prefill", "contradicts"),
-        ("--enable-chunked-prefill --scheduler fcfs", "contradicts"),
+        (
+            "--no-enable-chunked-prefill --scheduler chunked_prefill",
+            "computes prompts in chunks; .* fcfs, stat",
+        ),
+        ("--no-enable-chunked-prefill --scheduler vtc", "scheduler = 'vtc' computes prompts in chunks"),
+        ("--enable-chunked-prefill --scheduler static_batch", "computes prompts whole; .* any but fcfs"),
+        ("--enable-chunked-prefill --scheduler my.py:Mine", "'my.py:Mine' decides that itself"),
         ("--port 70000", "port = 70000"),
         ("--block-size 0", "block_size = 0"),
         ("--dtype float8", "dtype = 'float8'"),

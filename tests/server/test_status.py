@@ -41,6 +41,11 @@ def test_metrics_count_what_was_served(server: LiveServer) -> None:
     assert 'model_name="tiny"' in after and 'finished_reason="length"' in after
 
 
+def test_the_cache_is_described_in_labels(server: LiveServer) -> None:
+    (line,) = re.findall(r"^vllm:cache_config_info{(.*)} 1.0$", server.get("/metrics").body.decode(), re.MULTILINE)
+    assert {'block_size="16"', 'num_gpu_blocks="1024"', 'enable_prefix_caching="True"'} <= set(line.split(","))
+
+
 def test_buckets_are_cumulative_and_end_with_the_count(server: LiveServer) -> None:
     server.complete(prompt="a", max_tokens=2, ignore_eos=True)
     text = server.get("/metrics").body.decode()

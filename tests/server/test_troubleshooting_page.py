@@ -81,6 +81,39 @@ def no_device(monkeypatch: pytest.MonkeyPatch, devices: int, built: bool) -> str
     return str(refused.value)
 
 
+def of_memory(capsys: pytest.CaptureFixture[str]) -> str:
+    """What a GPU that is too small is told: the same words with and without one."""
+    assert cli.main(["memory", "dummy:llama-3.1-8b", "--gpu-memory-gib", "16"]) == 2
+    return capsys.readouterr().err
+
+
+def test_remedies_against_too_little_memory_come_in_the_order_of_the_message(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    remedies = re.split(r"\(\d\) ", of_memory(capsys).partition("Try, in this order: ")[2])[1:]
+    items = re.findall(r"^\d\. (.*(?:\n   .*)*)", PAGE, re.MULTILINE)
+    assert len(items) == len(remedies)
+    for item, remedy in zip(items, remedies, strict=True):
+        for word in re.findall(r"[a-z]+(?:_[a-z]+)+", remedy):
+            assert word.replace("_", "-") in item, (word, item)
+
+
+def kv_room(capsys: pytest.CaptureFixture[str], *flags: str) -> int:
+    """KV blocks that fit a 24 GiB GPU beside an 8B model."""
+    assert cli.main(["memory", "dummy:llama-3.1-8b", "--gpu-memory-gib", "24", "--max-model-len", "8192", *flags]) == 0
+    (blocks,) = re.findall(r"KV blocks of 16 tokens\s*\S\s*([\d,]+)", capsys.readouterr().out)
+    return int(blocks.replace(",", ""))
+
+
+def test_each_flag_against_too_little_memory_makes_room(capsys: pytest.CaptureFixture[str]) -> None:
+    before = kv_room(capsys)
+    for flags in (
+        ("--gpu-memory-utilization", "0.95"), ("--max-num-batched-tokens", "2048"), ("--max-num-seqs", "32"),
+        ("--kv-cache-dtype", "fp8"),
+    ):  # fmt: skip
+        assert kv_room(capsys, *flags) > before, flags
+
+
 def test_what_keeps_the_server_from_starting_is_told_as_the_page_says(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +122,7 @@ def test_what_keeps_the_server_from_starting_is_told_as_the_page_says(
         port_in_use(capsys, tmp_path),
         of_engine(max_model_len=100000),
         of_engine(kv_cache_memory=1e-9),
+        of_memory(capsys),
         no_device(monkeypatch, 0, built=True),
         no_device(monkeypatch, 1, built=False),
         of_engine(scheduler="fcfs", scheduler_params={"watermrk": 1}),
@@ -128,6 +162,13 @@ def refused(headers: dict[str, str] = KEY, **fields: object) -> Callable[[LiveSe
     return lambda server: server.post(TEXT, {"prompt": "a", **fields}, headers)
 
 
+def hangs(tmp_path: Path) -> Answer:
+    hanging = start(tmp_path / "hanging", "hanging", "--step-timeout", "0.2", engine=FAULTY)
+    answer = hanging.post(TEXT, {"prompt": "H"})
+    assert hanging.process.wait(DEADLINE) == 1
+    return answer
+
+
 def shutting_down(server: LiveServer, tmp_path: Path) -> Answer:
     ending = start(tmp_path / "log", "slow", "--shutdown-timeout", "0.1", engine=SLOW)
     with ThreadPoolExecutor() as pool:
@@ -153,6 +194,7 @@ def test_requests_are_answered_as_the_page_says(small: LiveServer, tmp_path: Pat
         (refused(prompt="O"),),
         (queue_full,),
         (refused(prompt="K"),),
+        (lambda server: hangs(tmp_path),),
         (lambda server: shutting_down(server, tmp_path),),
     ]
     for symptom, ways in zip(symptoms("Requests fail"), provoked, strict=True):
@@ -198,3 +240,36 @@ def test_a_cache_that_is_too_small_shows_in_the_preemptions(tmp_path: Path) -> N
     (line,) = re.findall(r"^vllm:num_preemptions_total.* (\S+)$", server.get("/metrics").body.decode(), re.MULTILINE)
     assert float(line) > 0
     assert server.stop() == 0
+
+
+def metric(server: LiveServer, name: str) -> float:
+    """A value of /metrics without labels of its own."""
+    (value,) = re.findall(rf"^vllm:{name}{{.*}} (\S+)$", server.get("/metrics").body.decode(), re.MULTILINE)
+    return float(value)
+
+
+def test_a_queue_shows_as_time_before_the_first_step_and_goes_with_more_seats(tmp_path: Path) -> None:
+    """Steps of 20 ms or more. With one seat the second in the queue waits for 10 of them, the third for 20."""
+    server = start(tmp_path / "one", "slow", "--max-num-seqs", "1", engine=SLOW)
+    held = server.send()
+    server.wait_until(lambda stats: stats["running"] == 1)
+    with ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(server.complete, prompt="a", max_tokens=10) for _ in range(3)]
+        server.wait_until(lambda stats: stats["waiting"] == 3)
+        held.close()
+        assert all(answer.result(DEADLINE) for answer in answers)
+    assert metric(server, "request_queue_time_seconds_sum") >= 0.5
+    assert server.stop() == 0
+    server = start(tmp_path / "more", "slow", "--max-num-seqs", "8", "--shutdown-timeout", "0", engine=SLOW)
+    held = server.send()
+    server.wait_until(lambda stats: stats["running"] == 1)
+    assert server.complete(prompt="a", max_tokens=1)  # served beside it
+    held.close()
+    assert server.stop() == 0
+
+
+def test_prompts_that_begin_alike_show_as_hits_of_the_prefix_cache(server: LiveServer) -> None:
+    before = metric(server, "prefix_cache_hits_total")
+    for end in ("x", "y"):
+        server.complete(prompt="prompts that begin alike " * 4 + end, max_tokens=1)
+    assert metric(server, "prefix_cache_hits_total") >= before + 64

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from rich.console import Console
 
-from experiments.config import ConfigError, load_experiment
+from experiments.config import ConfigError, TrialSettings, load_experiment
 from experiments.runner import run_experiment
+from experiments.simulated_backend import SimulatedBackend
 from research_engine.simulation.attention_cost import AttentionFormula
 from research_engine.simulation.curve import Curve
 from research_engine.simulation.profiled import Profile
@@ -97,3 +99,21 @@ def test_a_profile_of_another_model_or_gpu_is_refused(tmp_path):
         run(tmp_path, factors={}, cost_model=f"profiled:{profile}")
     (summary,) = run(tmp_path, factors={}, cost_model=f"profiled:{profile}", force_profile=True)
     assert summary["machine"] == "simulated own, profile"
+
+
+@pytest.mark.parametrize(
+    ("of_profile", "told", "ahead"),
+    [(True, None, True), (False, None, False), (True, False, False), (False, True, True), (None, None, False)],
+)
+def test_a_simulation_runs_ahead_as_the_engine_of_its_profile_did_unless_told_otherwise(
+    of_profile, told, ahead, tmp_path
+):
+    source = {"gpu": "h200"}
+    if of_profile is not None:
+        file = make_profile(tmp_path / "p.json")
+        replace(Profile.load(file), overlap=of_profile).save(file)
+        source = {"gpu": None, "cost_model": f"profiled:{file}"}
+    settings = TrialSettings.model_validate({**BASE, **source, "overlap": told})
+    backend = SimulatedBackend(progress=False)
+    backend.prepare(settings)
+    assert backend.config(settings).overlap is ahead

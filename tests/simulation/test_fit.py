@@ -8,8 +8,9 @@ import pytest
 
 from research_engine.engine.records import StepRecord
 from research_engine.simulation.attention_cost import AttentionFormula
+from research_engine.simulation.basis import Basis
 from research_engine.simulation.cost_model import Work, work_of_record
-from research_engine.simulation.fit import Basis, Sample, fit_profile, fit_samples, refine, step_error
+from research_engine.simulation.fit import Sample, device_error, fit_profile, fit_samples, refine, run_error
 from research_engine.simulation.profiled import ProfiledCost
 
 BASE, PER_ROW, PER_KV, PER_PAIR = 3e-3, 5e-6, 4e-9, 6e-10
@@ -76,7 +77,8 @@ def test_the_error_of_a_profile_can_be_taken_on_another_run():
     slower = steps(100, seed=1)
     for step in slower:
         step.finished = step.started + 1.25 * (step.finished - step.started)
-    assert step_error(profile, slower)["bias"] == pytest.approx(1 / 1.25 - 1, abs=0.01)
+    errors = run_error(profile, [Sample.of(step).timed for step in slower], overlap=False)
+    assert errors["bias"] == pytest.approx(1 / 1.25 - 1, abs=0.01)
 
 
 def test_too_few_steps_are_refused():
@@ -103,21 +105,23 @@ def test_a_measured_profile_is_refined_by_the_parts_of_real_steps():
     slower = []
     for step in steps(400, seed=1):
         sample = Sample.of(step)
-        dense, head, decode, prefill = ProfiledCost(measured).parts(sample.work)
-        slower.append(Sample(sample.work, 1.5 * dense + head + decode + prefill, 2e-3 + 1e-6 * sample.work.sequences))
-    refined = refine(measured, slower)
-    assert refined.held_out["mape"] < 0.02
+        parts = ProfiledCost(measured).parts(sample.work)
+        device = sum(parts.values()) + 0.5 * parts["dense"]
+        slower.append(Sample(sample.work, device, schedule=2e-3 + 1e-6 * sample.work.sequences, after=1e-3))
+    refined = refine(measured, slower[:300])
+    assert run_error(refined, [sample.timed for sample in slower[300:]], overlap=False)["mape"] < 0.02
     assert refined.dense(2000) == pytest.approx(1.5 * measured.dense(2000), rel=0.03)
     assert refined.attention.per_token == pytest.approx(measured.attention.per_token, rel=0.05)
-    assert refined.host[0] == pytest.approx(2e-3, rel=0.2)
+    assert refined.host.schedule == pytest.approx((2e-3, 1e-6), rel=0.05)
+    assert refined.host.after == pytest.approx((1e-3, 0.0), rel=0.05, abs=1e-9)
 
 
 def test_what_real_steps_do_not_show_stays_as_it_was_measured():
     measured = fit_profile(steps(400), model="m", machine={})
-    decodes = [Sample(Work(n, n, n, n, 100 * n, 100), 0.0, 0.0) for n in range(1, 101)]
-    slower = [s._replace(execute=1.3 * ProfiledCost(measured).price(s.work)) for s in decodes]
+    decodes = [Sample(Work(n, n, n, n, 100 * n, 100), 0.0) for n in range(1, 101)]
+    slower = [s._replace(device=1.3 * ProfiledCost(measured).price(s.work)) for s in decodes]
     refined = refine(measured, slower)
-    assert refined.held_out["mape"] < 0.02
+    assert device_error(refined, slower)["mape"] < 0.02
     assert refined.attention.prefill[(1, 0)] == pytest.approx(measured.attention.prefill[(1, 0)], rel=0.01)
 
 
@@ -126,7 +130,7 @@ def test_a_rate_table_comes_back_between_its_points_and_beyond_them():
     rng = random.Random(0)
     works = [Work(c, 1, 0, prefills=((c, rng.randrange(0, 1500)),)) for c in range(2, 400, 3)]
     basis = Basis((1.0, 400.0), chunks=(16.0, 256.0), befores=(0.0, 1000.0))
-    samples = [Sample(work, 1e-7 + 1e-9 * (work.tokens - 1) + true.seconds(work), 0.0) for work in works]
+    samples = [Sample(work, 1e-7 + 1e-9 * (work.tokens - 1) + true.seconds(work)) for work in works]
     profile = fit_samples(samples, basis, model="m", machine={})
     for point, rate in true.prefill.items():
         assert profile.attention.prefill[point] == pytest.approx(rate, rel=0.1)

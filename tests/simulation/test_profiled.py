@@ -15,7 +15,9 @@ from research_engine.simulation.build import PROFILES, cost_model_of, profile_pa
 from research_engine.simulation.cost_model import CostModel, Work, single_prefill, work_of
 from research_engine.simulation.curve import Curve
 from research_engine.simulation.gpu_sheet import load_sheet
+from research_engine.simulation.host_cost import HostCost
 from research_engine.simulation.profiled import Profile, ProfiledCost, ProfileMismatch
+from research_engine.simulation.step_kind import Ladders, StepKind
 from tests.simulation.batches import batch_of, decodes
 
 FORMULA = AttentionFormula(1.0, 0.1, 0.01, 0.001, {(16, 0): 0.5, (16, 100): 0.3, (64, 0): 0.4, (64, 100): 0.2})
@@ -28,7 +30,7 @@ TABLE = AttentionTable(
 
 def profile(attention=FORMULA, **changes) -> Profile:
     fields = {"model": "m", "machine": {"gpu": "g", "driver": "1"}, "dense": Curve([(1, 2.0), (8, 4.0), (64, 20.0)]),
-              "head": Curve([(1, 1.0), (8, 3.0)]), "host": (0.25, 0.125), "block_move": (7.0, 5.0),
+              "head": Curve([(1, 1.0), (8, 3.0)]), "host": HostCost(schedule=(0.25, 0.125)), "block_move": (7.0, 5.0),
               "block_copy": (0.125, 0.5), "held_out": {"steps": 9, "mape": 0.02, "bias": -0.01},
               "parts": {"dense": {"mape": 0.5}}, "origin": "made up"}  # fmt: skip
     return Profile(**{**fields, "attention": attention, **changes})
@@ -111,9 +113,9 @@ def test_a_profile_of_something_else_is_refused_with_every_difference():
 
 def test_a_file_of_another_format_is_refused(tmp_path):
     (tmp_path / "p.json").write_text('{"format": 99}')
-    with pytest.raises(ValueError, match="format 99, this version reads 2"):
+    with pytest.raises(ValueError, match="format 99, this version reads 3"):
         Profile.load(tmp_path / "p.json")
-    (tmp_path / "p.json").write_text('{"format": 2, "model": "m"}')
+    (tmp_path / "p.json").write_text('{"format": 3, "model": "m"}')
     with pytest.raises(ValueError, match="lacks 'machine'"):
         Profile.load(tmp_path / "p.json")
 
@@ -128,8 +130,11 @@ def test_what_is_no_profile_is_refused_with_its_name(content, tmp_path):
 WRONG = [None, "x", 7, -1.0, float("nan"), [], {}, [[1, -2.0]], [[1]], {"kind": "formula"}, [1, None]]
 
 
-@pytest.mark.parametrize("name", ["model", "machine", "dense", "head", "attention", "host", "block_move", "block_copy",
-                                  "held_out", "parts", "origin"])  # fmt: skip
+FIELDS = ("model", "machine", "dense", "head", "attention", "host", "ladders", "overlap", "decode_graph", "token_graph",
+          "block_move", "block_copy", "held_out", "parts", "origin")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.parametrize("wrong", WRONG, ids=repr)
 def test_a_corrupt_field_is_refused_or_means_what_it_says(name, wrong, tmp_path):
     path = tmp_path / "p.json"
@@ -138,7 +143,7 @@ def test_a_corrupt_field_is_refused_or_means_what_it_says(name, wrong, tmp_path)
     path.write_text(json.dumps({**data, name: wrong}))
     texts = isinstance(wrong, dict) and all(isinstance(value, str) for value in wrong.values())
     harmless = {"model": wrong == "x", "origin": wrong == "x", "machine": texts, "held_out": wrong == {},
-                "parts": wrong == {}}  # fmt: skip
+                "parts": wrong == {}, "decode_graph": wrong is None, "token_graph": wrong is None}  # fmt: skip
     if harmless.get(name):
         assert Profile.load(path).host == profile().host  # another text, or nothing recorded: no damage
         return
@@ -155,10 +160,71 @@ def test_a_profile_that_ships_is_found_by_its_name_and_a_file_of_that_name_comes
     assert profile_path("llama3-8b-h200") == Path("llama3-8b-h200")
 
 
-def test_every_profile_that_ships_prices_a_step_and_is_refused_for_another_model():
-    assert sorted(path.stem for path in PROFILES.glob("*.json")) == ["llama3-8b-h200"]
-    model = load_config(resolve_model("dummy:llama3-8b"))
+@pytest.mark.parametrize("path", sorted(PROFILES.glob("*.json")), ids=lambda path: path.stem)
+def test_every_profile_that_ships_prices_a_step_and_is_refused_for_another_model(path):
+    name = Profile.load(path).model
+    model = load_config(resolve_model(name))
     with pytest.raises(ValueError, match="model"):
-        cost_model_of("profiled:llama3-8b-h200", model_name="dummy:tiny", model=model, gpu=None)
-    cost = cost_model_of("profiled:llama3-8b-h200", model_name="dummy:llama3-8b", model=model, gpu=load_sheet("h200"))
-    assert isinstance(cost, ProfiledCost)
+        cost_model_of(f"profiled:{path.stem}", model_name="dummy:tiny", model=model, gpu=None)
+    cost = cost_model_of(f"profiled:{path.stem}", model_name=name, model=model, gpu=load_sheet("h200"))
+    assert 0 < cost.seconds(decodes(8, 100)) < 0.1
+
+
+GRAPHS = {
+    "ladders": Ladders((1, 8, 16), (64,)), "decode_graph": Curve([(1, 100.0), (16, 115.0)]),
+    "token_graph": Curve([(64, 200.0)]),
+    "host": HostCost((1.0, 0.5), {StepKind.DECODE_GRAPH: (2.0, 0.25, 0.0), StepKind.LAUNCHED: (40.0, 0.0, 0.125)},
+                     30.0, (3.0, 0.75)),
+}  # fmt: skip
+
+
+def test_a_decoding_step_takes_the_graph_of_the_next_size():
+    time = ProfiledCost(profile(**GRAPHS)).step_time(decodes(3, 50))
+    assert time.device == pytest.approx(107.0 + 0.01 * 150 + 0.001 * 50)  # 8 rows of 1 to 16; a and b are in the table
+    assert (time.before, time.launch, time.after) == pytest.approx((1 + 1.5 + 2 + 0.75, 0.0, 3 + 2.25))
+
+
+def test_a_step_with_prompts_takes_a_graph_as_long_as_one_holds_its_tokens():
+    cost = ProfiledCost(profile(**GRAPHS))
+    small = cost.step_time(batch_of((63, 0), (1, 9)))
+    assert small.device == pytest.approx(200.0 + FORMULA.seconds(work_of(batch_of((63, 0), (1, 9)))))
+    assert small.launch == 0.0
+    large = cost.step_time(batch_of((64, 0), (1, 9)))
+    dense = Curve([(1, 2.0), (8, 4.0), (64, 20.0)])(65) + Curve([(1, 1.0), (8, 3.0)])(2)
+    assert large.device == pytest.approx(dense + FORMULA.seconds(work_of(batch_of((64, 0), (1, 9)))))
+    assert (large.before, large.launch) == pytest.approx((1 + 1.0 + 40 + 0.125 * 65 - 30, 30.0))
+
+
+def test_launching_beside_the_device_makes_a_step_longer_only_where_it_takes_longer():
+    cost = ProfiledCost(profile(**GRAPHS))
+    time = cost.step_time(batch_of((64, 0), (1, 9)))
+    assert time.total == pytest.approx(time.before + max(30.0, time.device) + time.after)
+
+
+def test_the_parts_of_a_step_add_up_to_the_devices_time():
+    cost = ProfiledCost(profile(**GRAPHS))
+    for batch in (decodes(3, 50), batch_of((20, 5), (1, 9)), batch_of((200, 5), (1, 9))):
+        batch.swap_in = [(0, 1)]
+        parts = cost.parts(work_of(batch))
+        assert sum(parts.values()) == pytest.approx(cost.step_time(batch).device)
+        assert parts["moves"] == pytest.approx(12.0)
+        assert min(parts.values()) >= 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rule"),
+    [({"decode_graph": None}, "no table of decode_graph"), ({"attention": TABLE}, "no formula for attention"),
+     ({"ladders": Ladders((8, 1), (64,))}, "sizes of decode_graph are"), ({"ladders": Ladders((0,))}, "integers >= 1")],
+)  # fmt: skip
+def test_graphs_that_cannot_be_priced_are_refused(wrong, rule):
+    with pytest.raises(ValueError, match=rule):
+        profile(**{**GRAPHS, **wrong})
+
+
+def test_graphs_and_host_time_survive_the_file(tmp_path):
+    own = profile(**GRAPHS)
+    own.save(tmp_path / "p.json")
+    read = Profile.load(tmp_path / "p.json")
+    assert (read.ladders, read.host) == (own.ladders, own.host)
+    for batch in (decodes(3, 77), batch_of((40, 10), (1, 5)), batch_of((5000, 0))):
+        assert ProfiledCost(read).step_time(batch) == ProfiledCost(own).step_time(batch)

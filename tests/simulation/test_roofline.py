@@ -7,7 +7,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from research_engine.loading.dummy import DUMMY_MODELS
@@ -59,7 +59,14 @@ def test_a_swapped_block_takes_its_bytes_over_the_link_and_two_copies_a_layer():
 
 def test_efficiency_goes_with_the_logarithm_of_the_rows():
     # halfway between 1 and 100 rows on a logarithmic scale, 10 rows reach (0.5 + 1.0) / 2
-    assert RooflineCost(SHAPE, ROUND).linear(10, 100, 300) == pytest.approx(2 * 34_000 / 1e6 / 0.75)
+    sheet = dataclasses.replace(ROUND, memory_bandwidth=1e9)
+    assert RooflineCost(SHAPE, sheet).linear(10, 100, 300) == pytest.approx(2 * 10 * 30_000 / 1e9 / 0.75)
+
+
+def test_a_layer_of_more_rows_takes_no_less_where_efficiency_rises_faster_than_the_work():
+    # 10 rows move hardly more bytes than one, and would reach half as much again of the bandwidth
+    cost = RooflineCost(SHAPE, ROUND)
+    assert cost.linear(10, 100, 300) == cost.linear(1, 100, 300)
 
 
 def test_decode_attention_reads_keys_and_values_once():
@@ -91,6 +98,7 @@ def test_a_step_is_the_sum_of_its_parts():
 
 @pytest.mark.parametrize("sheet", available_sheets())
 @given(tokens=st.integers(1, 40_000), more=st.integers(1, 2_000), context=st.integers(1, 200_000))
+@example(tokens=189, more=2, context=1)  # an A100 of 40 GB is still bound by memory where its efficiency rises
 def test_more_work_never_takes_less_time(sheet, tokens, more, context):
     cost = RooflineCost(LLAMA_8B, load_sheet(sheet))
 

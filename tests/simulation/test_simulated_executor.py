@@ -18,6 +18,7 @@ from research_engine.engine.sampling_params import SamplingParams
 from research_engine.executors.simulated import SimulatedExecutor
 from research_engine.simulation.build import simulated_engine
 from research_engine.simulation.clock import VirtualClock
+from research_engine.simulation.cost_model import StepTime
 from research_engine.simulation.streamed_records import StreamedRecords
 
 ROOT = Path(__file__).parents[2]
@@ -104,10 +105,10 @@ class HostAndDevice:
         self.host = host
 
     def seconds(self, batch: Batch) -> float:
-        return 0.01 + self.host
+        return self.step_time(batch).total
 
-    def host_seconds(self, batch: Batch) -> float:
-        return self.host
+    def step_time(self, batch: Batch) -> StepTime:
+        return StepTime(self.host, 0.0, 0.01, 0.0)
 
 
 @pytest.mark.parametrize(("overlap", "host", "step"), [(False, 0.004, 0.014), (True, 0.004, 0.01), (True, 0.03, 0.029)])
@@ -118,6 +119,38 @@ def test_an_engine_that_runs_ahead_hides_the_shorter_of_host_and_device_time(ove
     (record,) = engine.records.requests
     # the last token needs no host time before it: (19 x 30 ms + 10 ms) / 20
     assert (record.last_token_time - record.first_token_time) / 20 == pytest.approx(step)
+
+
+class Fixed:
+    """The same time for every step."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.time = StepTime(*seconds)
+
+    def seconds(self, batch: Batch) -> float:
+        return self.time.total
+
+    def step_time(self, batch: Batch) -> StepTime:
+        return self.time
+
+
+def test_launching_a_step_delays_the_tokens_of_the_step_before_it():
+    config = EngineConfig(num_blocks=64, block_size=4, max_model_len=128, overlap=True)
+    engine = simulated_engine(config, schedulers.create("chunked_prefill"), Fixed(0.001, 0.02, 0.005, 0.002))
+    replay(engine, [Arrival(0.0, "a", range(7), SamplingParams(max_tokens=4, ignore_eos=True))])
+    times = [step.executed for step in engine.records.steps]
+    # each result is looked for when the next step has been launched; the last one when nothing is left to launch
+    assert times == pytest.approx([0.042, 0.065, 0.088, 0.09])
+
+
+def test_what_the_host_does_once_the_tokens_are_out_delays_the_next_step_and_not_the_tokens():
+    config = EngineConfig(num_blocks=64, block_size=4, max_model_len=128)
+    engine = simulated_engine(config, schedulers.create("chunked_prefill"), Fixed(0.001, 0.0, 0.01, 0.004))
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+    replay(engine, [Arrival(0.0, "a", range(7), sampling), Arrival(0.013, "b", range(50, 57), sampling)])
+    first, second = engine.records.steps[:2]
+    assert (first.executed, first.finished, second.started) == pytest.approx((0.011, 0.015, 0.015))
+    assert second.request_ids == ["a", "b"]  # which came while the host was busy, and is seen when it looks again
 
 
 @pytest.mark.parametrize("seconds", [-0.1, float("nan"), float("inf")])

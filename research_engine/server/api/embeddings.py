@@ -34,7 +34,7 @@ async def embeddings(context: ServerContext, call: Call) -> None:
     try:
         embedded = await context.client.embed(prompts)
     except (RefusedError, EngineDeadError) as error:
-        raise of_engine(error) from None
+        raise of_engine(error, "input") from None
     data = []
     for index, raw in enumerate(embedded.vectors):
         vector = _shortened(np.frombuffer(raw, dtype="<f4"), request.dimensions)

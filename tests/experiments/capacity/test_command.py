@@ -56,7 +56,9 @@ def test_prefill_apart_from_decode_is_a_layout_like_any_other():
     ("changes", "rule"),
     [({"ttft": None}, "no limit is given"), ({"attainment": 1.5}, "attainment = 1.5"), ({"seeds": 0}, "seeds = 0"),
      ({"traffic": -1.0}, "traffic = -1.0"), ({"tolerance": 2.0}, "tolerance = 2.0"),
-     ({"ttft": -1.0}, "slo.ttft = -1.0"), ({"itl_p99": 0.0}, "itl_p99 = 0.0: must be seconds > 0")],
+     ({"link_ms": -1.0}, "link_ms = -1.0: must be milliseconds >= 0"), ({"link_gbytes": 0.0}, "link_gbytes = 0.0"),
+     ({"link_ms": 1.0}, "used with prefill alone"), ({"ttft": -1.0}, "slo.ttft = -1.0"),
+     ({"itl_p99": 0.0}, "itl_p99 = 0.0: must be seconds > 0")],
 )  # fmt: skip
 def test_wrong_numbers_are_refused(changes, rule):
     with pytest.raises(ValueError, match=rule):

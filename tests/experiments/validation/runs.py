@@ -13,6 +13,7 @@ from research_engine.simulation.attention_cost import AttentionFormula
 from research_engine.simulation.build import simulated_engine
 from research_engine.simulation.clock import VirtualClock
 from research_engine.simulation.curve import Curve
+from research_engine.simulation.host_cost import HostCost
 from research_engine.simulation.profiled import Profile, ProfiledCost
 
 CONFIG = EngineConfig(num_blocks=60, block_size=8, max_num_seqs=6, max_num_batched_tokens=96, max_model_len=200,
@@ -20,7 +21,8 @@ CONFIG = EngineConfig(num_blocks=60, block_size=8, max_num_seqs=6, max_num_batch
 RATE = 20.0
 PROFILE = Profile(
     "m", {"gpu": "planted"}, Curve([(1, 0.01), (96, 0.04)]), Curve([(0, 0.0), (6, 0.001)]),
-    AttentionFormula(0.0, 0.0, 1e-6, 0.0, {(1, 0): 1e-7}), host=(0.001, 0.0001),
+    AttentionFormula(0.0, 0.0, 1e-6, 0.0, {(1, 0): 1e-7}),
+    host=HostCost(schedule=(0.0006, 0.0001), after=(0.0004, 0.0)),
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from experiments.validation.recorded import available_recordings
 from experiments.validation.recording import Recording
 from experiments.validation.report import markdown, verdict
 from research_engine.simulation.curve import Curve
+from research_engine.simulation.host_cost import HostCost
 from tests.experiments.validation.runs import PROFILE, recording
 
 EVERY = ["throughput", *(f"{name}.{point}" for name in LATENCIES for point in POINTS)]
@@ -22,7 +23,7 @@ def test_with_the_true_costs_there_is_no_error(overlap):
     own = recording(overlap=overlap)
     for found in compare(own, PROFILE):
         assert {metric: found.error(metric) for metric in EVERY} == pytest.approx(dict.fromkeys(EVERY, 0.0), abs=1e-9)
-        assert found.forced.mape == pytest.approx(0.0, abs=1e-9)
+        assert found.forced["mape"] == pytest.approx(0.0, abs=1e-9)
 
 
 def test_decisions_are_those_of_the_recorded_run():
@@ -34,12 +35,13 @@ def test_decisions_are_those_of_the_recorded_run():
 def test_a_profile_that_is_ten_percent_slow_is_told_so_step_by_step():
     slow = replace(
         PROFILE, dense=Curve((x, 1.1 * y) for x, y in PROFILE.dense.points),
-        head=Curve((x, 1.1 * y) for x, y in PROFILE.head.points), host=(0.0011, 0.00011),
+        head=Curve((x, 1.1 * y) for x, y in PROFILE.head.points),
+        host=HostCost(schedule=(0.00066, 0.00011), after=(0.00044, 0.0)),
         attention=replace(PROFILE.attention, per_token=1.1e-6, prefill={(1, 0): 1.1e-7}),
     )  # fmt: skip
     own = recording()
     found = compare_run(own, own.runs[0], slow)
-    assert (found.forced.mape, found.forced.bias, found.forced.total) == pytest.approx((0.1, 0.1, 0.1))
+    assert (found.forced["mape"], found.forced["bias"], found.forced["total_bias"]) == pytest.approx((0.1, 0.1, 0.1))
     assert found.error("tpot.p50") > 0.09
     assert found.error("e2e.p99") > 0.09
 
@@ -80,7 +82,7 @@ def test_the_table_is_made_from_a_recording_alone(tmp_path, capsys):
     PROFILE.save(tmp_path / "r" / "profile.json")
     assert run_main(["sim_vs_real", f"recording={tmp_path / 'r'}", "--out", str(tmp_path / "out")]) == 0
     made = {path.name for path in (tmp_path / "out" / "r").iterdir()}
-    assert made == {"table.md", "table.csv", "table.tex", "latency.png", "latency.pdf"}
+    assert made == {"table.md", "table.csv", "table.tex", "latency.png", "latency.pdf", "steps.png", "steps.pdf"}
     assert "| fcfs | 50% | " in capsys.readouterr().out
 
 

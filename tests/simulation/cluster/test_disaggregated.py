@@ -34,7 +34,7 @@ def test_a_request_takes_its_prefill_its_transfer_and_its_decodes():
     assert metrics.ttft(record) == pytest.approx(0.01 + 0.020)
     sent = 0.05 + 20 * 0.01
     # the first step on the decode side computes the first token and draws the second: 4 steps of one token
-    assert metrics.e2e(record) == pytest.approx(0.03 + sent + 4 * (0.01 + 0.0001))
+    assert metrics.e2e(record) == pytest.approx(0.03 + sent + 4 * (0.01 + 0.0001) + 3 * 0.0005)
     assert (record.prompt_tokens, record.output_tokens, record.max_tokens, record.finish_reason) == (20, 5, 5, "length")
     assert report.transfers == {"count": 1, "bytes": 20_000.0, "mean_seconds": pytest.approx(sent)}
     steps = [step for replica in system.replicas for step in replica.engine.records.steps]

@@ -1,0 +1,33 @@
+"""Joules a GPU has used, by the driver's own counter. Stands alone: another engine's interpreter runs it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+
+def energy_counter(index: int = 0) -> Callable[[], float] | None:
+    """A function that tells the joules used since the driver was loaded, every process counted.
+
+    The counter (nvmlDeviceGetTotalEnergyConsumption, in mJ, Volta on) moves some ten times a second, so that what it
+    tells of less than a second is coarse.
+
+    Args:
+        index: of the GPU as the driver counts, CUDA_VISIBLE_DEVICES left aside.
+
+    Returns:
+        None where there is no such driver, GPU or counter.
+    """
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    device, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)):
+        return None
+
+    def joules() -> float:
+        failed = nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(millijoules))
+        return float("nan") if failed else millijoules.value / 1000
+
+    return joules if joules() == joules() else None
