@@ -14,7 +14,6 @@ struct WgmmaPlan {
   int cluster = 0;          // index of its size, which is 2 to the power of it
   int units = 0;            // of 64 rows of W in a tile
   int stages = 0;           // of the ring at most; 0: as many as there is room for
-  int burst = 1;            // stages that are asked for together
   int prefetched = 0;       // stages behind the ring's that are asked into L2 at the start
   int neighbours = 1;       // blocks that share a multiprocessor, with a block of the kernel behind it
   int promotion = 2;        // of W in L2, a CUtensorMapL2promotion: 128 bytes

@@ -132,7 +132,6 @@ void launch_wgmma(const SkinnyGemm& args, const WgmmaPlan& plan, Stream stream) 
     p.x = map(args.x, S::kTokens, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
     const int64_t left = device.shared_bytes[plan.neighbours] - shared_bytes<S>(0, p.cluster_size);
     p.stages = static_cast<int>(std::min<int64_t>({kMostStages, left / S::kStageBytes, plan.stages > 0 ? plan.stages : kMostStages}));
-    p.burst = std::max(1, std::min(plan.burst, p.stages - 1));
     p.prefetched = plan.prefetched;
     const LaunchShape launch{blocks, kThreads, shared_bytes<S>(p.stages, p.cluster_size), p.cluster_size, args.overlap};
     const auto kernel = args.x.dtype == DType::bf16 ? &skinny_gemm_wgmma_kernel<__nv_bfloat16, S> : &skinny_gemm_wgmma_kernel<__half, S>;

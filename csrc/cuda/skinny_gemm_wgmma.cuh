@@ -49,7 +49,6 @@ struct Params {
   int tiles, depth_steps;
   int cluster_size, cluster_shift;  // a power of two, and of which
   int stages;
-  int burst;       // steps whose rows of W are asked for together
   int prefetched;  // stages behind those of the ring that are asked into L2 at the start
   bool float_out;
 };
@@ -91,8 +90,8 @@ struct Walk {
   __device__ __forceinline__ Walk(const Params& p, int rank)
       : begin(first_step(p, rank)), end(first_step(p, rank + 1)), tile_step(gridDim.x / p.cluster_size), tile(blockIdx.x / p.cluster_size),
         step(begin) {}
-  __device__ __forceinline__ void next(int steps) {  // no further than to `end`
-    if ((step += steps) == end) {
+  __device__ __forceinline__ void next() {
+    if (++step == end) {
       step = begin;
       tile += tile_step;
     }
@@ -109,13 +108,8 @@ template <typename S> class Producer {
   // The first stages' rows of W, and those of some stages more into L2.
   __device__ __forceinline__ void fill() {
     Walk walk(p_, rank_);
-    Place place;
-    for (int count; walk.tile < p_.tiles && ahead_ + (count = burst(walk)) <= p_.stages; walk.next(count)) {
-      copy_weight(walk, place, count);
-      for (int i = 0; i < count; ++i) place.next(p_.stages);
-      ahead_ += count;
-    }
-    for (int i = 0; i < p_.prefetched && walk.tile < p_.tiles; ++i, walk.next(1)) {
+    for (; ahead_ < p_.stages && walk.tile < p_.tiles; walk.next()) copy_weight(walk, ahead_++);
+    for (int i = 0; i < p_.prefetched && walk.tile < p_.tiles; ++i, walk.next()) {
 #pragma unroll
       for (int u = 0; u < S::kUnits; ++u) prefetch_tensor(&p_.weight, walk.step * kDepth, row_of(walk, u));
     }
@@ -124,45 +118,29 @@ template <typename S> class Producer {
   // Their rows of x, then all other stages.
   __device__ __forceinline__ void run() {
     Place place;
-    Walk walk(p_, rank_);
-    while (walk.tile < p_.tiles) {
-      const int count = burst(walk);
+    for (Walk walk(p_, rank_); walk.tile < p_.tiles; walk.next()) {
       if (ahead_ > 0) {
-        ahead_ -= count;
+        --ahead_;
       } else {
-        copy_weight(walk, place, count);
+        mbarrier_wait(empty_ + 8 * place.slot, place.parity ^ 1);
+        copy_weight(walk, place.slot);
       }
-      for (int i = 0; i < count; ++i) {
-        tensor_copy(ring_ + place.slot * S::kStageBytes + S::kWeightBytes, &p_.x, full_ + 8 * place.slot, (walk.step + i) * kDepth, 0);
-        place.next(p_.stages);
-      }
-      walk.next(count);
+      tensor_copy(ring_ + place.slot * S::kStageBytes + S::kWeightBytes, &p_.x, full_ + 8 * place.slot, walk.step * kDepth, 0);
+      place.next(p_.stages);
     }
   }
 
  private:
-  __device__ __forceinline__ int burst(const Walk& walk) const { return min(p_.burst, walk.end - walk.step); }
-
   __device__ __forceinline__ int row_of(const Walk& walk, int unit) const {  // of W
     return p_.up_row > 0 ? walk.tile * kUnitRows + unit * p_.up_row : (walk.tile * S::kUnits + unit) * kUnitRows;
   }
 
-  // Neighbouring steps together: what lies side by side in memory is asked for at one time.
-  __device__ __forceinline__ void copy_weight(const Walk& walk, const Place& place, int count) {
-    Place at = place;
-    for (int i = 0; i < count; ++i) {
-      mbarrier_wait(empty_ + 8 * at.slot, at.parity ^ 1);
-      mbarrier_arrive_expect(full_ + 8 * at.slot, S::kStageBytes);
-      at.next(p_.stages);
-    }
+  __device__ __forceinline__ void copy_weight(const Walk& walk, int slot) {
+    const uint32_t barrier = full_ + 8 * slot, target = ring_ + slot * S::kStageBytes;
+    mbarrier_arrive_expect(barrier, S::kStageBytes);
 #pragma unroll
     for (int u = 0; u < S::kUnits; ++u) {
-      at = place;
-      for (int i = 0; i < count; ++i) {
-        tensor_copy(ring_ + at.slot * S::kStageBytes + u * kUnitBytes, &p_.weight, full_ + 8 * at.slot, (walk.step + i) * kDepth,
-                    row_of(walk, u), policy_);
-        at.next(p_.stages);
-      }
+      tensor_copy(target + u * kUnitBytes, &p_.weight, barrier, walk.step * kDepth, row_of(walk, u), policy_);
     }
   }
 
