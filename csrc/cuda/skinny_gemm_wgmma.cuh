@@ -16,7 +16,24 @@
 //               many there are.
 //            5. Launched with overlap, the ring's part of W is on its way while kernels ahead still run: W, a constant, does not
 //               depend on them.
-// Roofline   memory: N K 2 bytes.
+//            6. How a weight is dealt out (units, cluster) is decided by its shape in skinny_gemm_wgmma.cu, and so is up to how many
+//               rows this kernel is taken rather than a library's product.
+// Roofline   memory: N K 2 bytes; x and what of x is read again come out of L2.
+// Reached    on one H200 (reads at 4.3 TB/s), in a graph of launches over weights that L2 does not hold, with overlap, bf16, us at 16,
+//            32, 48 and 64 rows, cuBLAS in the same run behind the stroke (gated: without silu_and_mul, some 2 us more):
+//              4096 x 4096            11.1 / 12.9     11.0 / 13.1     11.7 / 13.7     12.3 / 11.9    3.1 TB/s at 32 rows
+//              4096 x 14336           30.0 / 32.0     29.8 / 32.8     31.1 / 33.4     31.8 / 34.9    3.9
+//              128256 x 4096         250.5 / 252.4   251.5 / 266.3   257.5 / 268.0   265.5 / 282.3   4.2
+//              6144 x 4096            15.3 / 15.5     15.5 / 15.4     16.5 / 15.9     17.6 / 15.9    3.2
+//              28672 x 4096, gated    62.7 / 57.1     61.8 / 58.1     64.8 / 62.1     67.5 / 62.5    3.8
+//            With nothing asked into L2 at the start: 3584 x 3584 9.1 / 11.4 at 32 rows, 3584 x 18944 34.8 / 38.9, 576 x 1536
+//            3.5 / 4.8, 49152 x 576 17.1 / 17.8, but 4608 x 3584 14.0 (best of 12 ways) / 11.3: 72 units of 64 rows are a few more than
+//            the 66 clusters of 2, and no way to deal them out has work for more than 3/4 of the device's time.
+// Tried      Tiles of 1, 2 and 3 units by clusters of 1, 2, 4 and 8. Stages: the more the better, at 3 instead of all that fit slower by
+//            30 to 80 %. 2, 4, 8 and 16 stages behind the ring's asked into L2: 4 is the fastest or as fast, up to 4 % against none; 16
+//            slower. Half of the shared memory for a block, so that the next kernel's lies beside it: equal for 4096 x 4096, 3.2 instead
+//            of 3.7 for 960 x 576, where cuBLAS has 3.1, else slower by 2 to 12 %. L2 promotion of W to 256 bytes: slower by up to 3 %;
+//            none: equal. Without overlap: slower by 1 to 12 %.
 #pragma once
 
 #include "../common/cuda_dtype.h"

@@ -24,8 +24,9 @@ def skinny_gemm(
 ) -> torch.Tensor:
     """`x W^T + bias` for at most 64 rows of x; sums are float32 and rounded once.
 
-    A row's bits do not depend on the other rows. On their number they depend on a GPU alone: on sm_90, more than 8 rows
-    take another kernel, and the one for few rows shares K between thread blocks where one does not hold all of x.
+    A row's bits do not depend on the other rows. On their number they depend on a GPU alone: on sm_90 more than 8 or 16
+    rows, by the weight's shape, take another kernel, and the one for few rows shares K between thread blocks where one
+    does not hold all of x.
 
     Args:
         x: `[T, K]`, T at most 64, K a multiple of 8, rows contiguous at any stride that is a multiple of 16 bytes.
@@ -59,10 +60,11 @@ def skinny_gemm(
 
 
 def skinny_gemm_rows(weight: torch.Tensor, *, gated: bool = False) -> int:
-    """Rows of x, at most 64, for which `skinny_gemm` reads this CUDA weight once and beats a library's product.
+    """Rows of x, at most 64, up to which a layer should multiply this CUDA weight by `skinny_gemm`.
 
-    For more, the op reads the weight again or is slower. 0: K is too large for the device's shared memory, and the op
-    refuses it. The answer depends on the weight's shape, on `gated` as of the op, and on the device.
+    So many pass in one reading of the weight. Above 16, on sm_90, they are those up to which the op was as fast as a
+    library's product on an H200 (`skinny_gemm_wgmma.cu` has the rule); gated there are none. 0: K is too large for the
+    device's shared memory, and the op refuses it. The answer depends on the weight's shape and on the device.
     """
     stream_of(weight)
     columns = weight.shape[0] // 2 if gated else weight.shape[0]

@@ -9,8 +9,8 @@ float32, 2 cores of an AMD EPYC (Zen 4), SmolLM2-135M's shapes, microseconds of 
     [49152, 576]    19849 -> 6031    -
 The kernel that serves F.linear reorders the weight in every call, which at few rows costs more than the product.
 
-On a GPU up to 64 rows of 16-bit floats, a decode step's (up to 16 before Hopper), take `kernels.skinny_gemm`; more take
-the library's product.
+On a GPU up to 16 rows of 16-bit floats, a decode step's, take `kernels.skinny_gemm`, and on Hopper up to 32, 48 or 64,
+depending on the weight's shape, where that is the faster one; more take the library's product.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Linear:
         self._packed: torch.Tensor | None = None
         self._quantized: QuantizedProduct | None = None
         self.rows_at_once: int | None = None
-        self._skinny_rows = 0  # up to so many rows, one pass of the hand-written kernel over the weight
+        self._skinny_rows = 0  # up to so many rows the hand-written product is taken
 
     def quantize(self, product: QuantizedProduct) -> None:
         """Mutates: the weight is given up for a quantised one."""

@@ -68,17 +68,31 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(device: str, rows: int, gat
     assert torch.equal(kernels.skinny_gemm(x, weight, gated=gated)[-1], first[-1])
 
 
-@pytest.mark.parametrize("k", [8, 576, 2048])
+@pytest.mark.parametrize(("n", "k"), [(96, 8), (96, 576), (96, 2048), (576, 1536)])
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_row_does_not_depend_on_how_many_there_are(device: str, k: int, gated: bool) -> None:
+def test_a_row_does_not_depend_on_how_many_there_are(device: str, n: int, k: int, gated: bool) -> None:
     dtype = DTYPES[device][0]
-    x, weight = embedded(MAX_ROWS, k, dtype, device, 0), embedded(96, k, dtype, device, 1, k**-0.5)
-    together = kernels.skinny_gemm(x, weight, gated=gated)
-    for first, last in ((0, 9), (7, 16), (5, 21), (30, 62), (2, 50)):
+    x, weight = embedded(MAX_ROWS, k, dtype, device, 0), embedded(n, k, dtype, device, 1, k**-0.5)
+    most_of_few = 16  # on a GPU another kernel takes more rows, or takes more than 8 where it is the faster one
+    if device != "cpu" and kernels.skinny_gemm_rows(weight, gated=gated) > 16:
+        most_of_few = 8
+    for slices, most in ((((0, 1), (3, 4), (2, 7)), most_of_few), (((5, 22), (30, 62), (2, 50), (47, 64)), MAX_ROWS)):
+        together = kernels.skinny_gemm(x[:most], weight, gated=gated)
+        for first, last in slices:
+            assert torch.equal(kernels.skinny_gemm(x[first:last], weight, gated=gated), together[first:last])
+    together = kernels.skinny_gemm(x[: 16 if most_of_few == 16 else MAX_ROWS], weight, gated=gated)
+    for first, last in ((5, 14), (7, 16), (0, 16)):
         assert torch.equal(kernels.skinny_gemm(x[first:last], weight, gated=gated), together[first:last])
-    few = kernels.skinny_gemm(x[:8], weight, gated=gated)  # another kernel on a GPU
-    for first, last in ((0, 1), (3, 4), (2, 7)):
-        assert torch.equal(kernels.skinny_gemm(x[first:last], weight, gated=gated), few[first:last])
+
+
+@pytest.mark.parametrize(("n", "k"), [(96, 64), (576, 1536), (4096, 4096), (6144, 4096), (4096, 14336)])
+def test_the_rows_to_take_are_of_one_pass_and_no_more_than_the_op_takes(device: str, n: int, k: int) -> None:
+    if device == "cpu":
+        pytest.skip("the CPU's layers take a packed weight")
+    weight = torch.empty(n, k, dtype=torch.bfloat16, device=device)
+    hopper = torch.cuda.get_device_capability(weight.device) == (9, 0)
+    assert 0 <= kernels.skinny_gemm_rows(weight) <= (MAX_ROWS if hopper else 16)
+    assert 0 <= kernels.skinny_gemm_rows(weight, gated=True) <= 16
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 33, 64])
