@@ -58,7 +58,7 @@ struct QuantizedWeight {
 };
 
 struct SkinnyGemm {
-  TensorView x;          // [T, K], at most 16 rows, strided
+  TensorView x;          // [T, K], at most 64 rows, strided
   TensorView weight;     // [N, K], rows strided
   TensorView bias;       // [N], or none
   TensorView out;        // [T, N], gated: [T, N / 2]; of x's dtype or f32
@@ -154,8 +154,9 @@ void swap_blocks(TensorView source, TensorView destination, TensorView pairs, St
 int64_t paged_attention_workspace(const PagedAttention& args);
 // float32 elements that quantized_matmul uses as `workspace` for T rows of x and a weight of N padded columns and depth K.
 int64_t quantized_matmul_workspace(QuantizedKind kind, int64_t tokens, int64_t columns, int64_t depth, int device);
-// Rows of x, at most 16, that skinny_gemm multiplies in one pass over a weight of depth K; 0: none.
-int64_t skinny_gemm_rows(int64_t depth, int device);
+// Rows of x, at most 64, that skinny_gemm multiplies in one pass over a weight of depth K for so many columns of out, and in no more
+// time than a library's product; 0: none.
+int64_t skinny_gemm_rows(int64_t columns, int64_t depth, bool gated, int device);
 // reshape_and_cache where the caches' type is not the tokens'.
 void write_quantized(TensorView key, TensorView value, TensorView key_cache, TensorView value_cache, TensorView slot_mapping,
                      TensorView key_scale, TensorView value_scale, Stream stream);

@@ -1,15 +1,18 @@
-// skinny_gemm: how the kernel of skinny_gemm.cuh is launched for a weight: the cluster that shares its depth, rows of x a pass.
+// skinny_gemm: which kernel takes how many rows, and how the one of skinny_gemm.cuh is launched for a weight: the cluster that shares
+// its depth, rows of x a pass.
 #include "skinny_gemm.cuh"
 
 #include <algorithm>
 #include <atomic>
+
+#include "skinny_gemm_plan.h"
 
 namespace research_engine::cuda {
 namespace {
 
 constexpr const char* kOp = "skinny_gemm";
 constexpr int kWarps = 8, kMostRows = 16, kMostDevices = 64;
-constexpr int kClusterSizes[] = {1, 2, 4, 8};
+constexpr int kFewRows = 8;  // above them the time of mma.sync, and x in shared memory, tell
 constexpr int kLargeShared = 160 * 1024;  // bytes a block: A100 and H100 have more, GPUs for desks some 100 KiB
 
 // Stages of the rings, as many as leave room for x.
@@ -79,9 +82,11 @@ int count_tiles(int64_t columns, bool gated) { return static_cast<int>(ceil_div(
 
 }  // namespace
 
-int64_t skinny_gemm_rows(int64_t depth, int device) {
+int64_t skinny_gemm_rows(int64_t columns, int64_t depth, bool gated, int device) {
   const DeviceGuard guard(device, kOp);
-  return make_plan(device_of(device), kMostRows, static_cast<int>(ceil_div(depth, kUnitDepth))).rows;
+  const int rows = make_plan(device_of(device), kMostRows, static_cast<int>(ceil_div(depth, kUnitDepth))).rows;
+  if (rows < kFewRows || !wgmma_available(device)) return rows;
+  return std::max(rows, plan_wgmma(columns, depth, gated, device).rows);
 }
 
 void skinny_gemm(const SkinnyGemm& args, Stream stream) {
@@ -92,6 +97,11 @@ void skinny_gemm(const SkinnyGemm& args, Stream stream) {
     throw std::invalid_argument("skinny_gemm: rows of x and weight have to be aligned to 16 bytes");
   }
   const DeviceGuard guard(args.x.device, kOp);
+  if (tokens > kFewRows && wgmma_takes(args)) {
+    // Where a library's product is faster than it, the other kernel is about as fast up to 16 rows, gated a little faster.
+    const WgmmaPlan plan = plan_wgmma(columns, args.x.shape[1], args.gated, args.x.device);
+    if (plan.rows > 0 || tokens > kMostRows) return launch_wgmma(args, plan, stream);
+  }
   const Device& device = device_of(args.x.device);
   SkinnyGemmParams p{};
   p.weight = args.weight.ptr<const char>();

@@ -49,6 +49,8 @@ __device__ __forceinline__ uint64_t advance(uint64_t operand, int bytes) {
 
 template <typename T, int kN> struct Wgmma;
 
+#define RESEARCH_ENGINE_R16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define RESEARCH_ENGINE_R24 RESEARCH_ENGINE_R16 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define RESEARCH_ENGINE_R32A                                                                                            \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define RESEARCH_ENGINE_R32B                                                                                             \
@@ -64,6 +66,8 @@ template <typename T, int kN> struct Wgmma;
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define RESEARCH_ENGINE_F32(i) \
   RESEARCH_ENGINE_F8(i), RESEARCH_ENGINE_F8(i + 8), RESEARCH_ENGINE_F8(i + 16), RESEARCH_ENGINE_F8(i + 24)
+#define RESEARCH_ENGINE_D16() RESEARCH_ENGINE_F8(0), RESEARCH_ENGINE_F8(8)
+#define RESEARCH_ENGINE_D24() RESEARCH_ENGINE_D16(), RESEARCH_ENGINE_F8(16)
 #define RESEARCH_ENGINE_D32() RESEARCH_ENGINE_F32(0)
 #define RESEARCH_ENGINE_D64() RESEARCH_ENGINE_D32(), RESEARCH_ENGINE_F32(32)
 #define RESEARCH_ENGINE_D96() RESEARCH_ENGINE_D64(), RESEARCH_ENGINE_F32(64)
@@ -90,6 +94,8 @@ template <typename T, int kN> struct Wgmma;
 #define RESEARCH_ENGINE_WGMMA_TYPES(...)                    \
   RESEARCH_ENGINE_WGMMA(__nv_bfloat16, "bf16", __VA_ARGS__) \
   RESEARCH_ENGINE_WGMMA(__half, "f16", __VA_ARGS__)
+RESEARCH_ENGINE_WGMMA_TYPES(32, RESEARCH_ENGINE_R16, RESEARCH_ENGINE_D16, "%16", "%17", "%18", "%19", "%20")
+RESEARCH_ENGINE_WGMMA_TYPES(48, RESEARCH_ENGINE_R24, RESEARCH_ENGINE_D24, "%24", "%25", "%26", "%27", "%28")
 RESEARCH_ENGINE_WGMMA_TYPES(64, RESEARCH_ENGINE_R32A, RESEARCH_ENGINE_D32, "%32", "%33", "%34", "%35", "%36")
 RESEARCH_ENGINE_WGMMA_TYPES(128, RESEARCH_ENGINE_R32A RESEARCH_ENGINE_R32B, RESEARCH_ENGINE_D64, "%64", "%65", "%66", "%67",
                             "%68")
@@ -103,12 +109,16 @@ RESEARCH_ENGINE_WGMMA_TYPES(256, RESEARCH_ENGINE_R32A RESEARCH_ENGINE_R32B RESEA
 #undef RESEARCH_ENGINE_D96
 #undef RESEARCH_ENGINE_D64
 #undef RESEARCH_ENGINE_D32
+#undef RESEARCH_ENGINE_D24
+#undef RESEARCH_ENGINE_D16
 #undef RESEARCH_ENGINE_F32
 #undef RESEARCH_ENGINE_F8
 #undef RESEARCH_ENGINE_R32D
 #undef RESEARCH_ENGINE_R32C
 #undef RESEARCH_ENGINE_R32B
 #undef RESEARCH_ENGINE_R32A
+#undef RESEARCH_ENGINE_R24
+#undef RESEARCH_ENGINE_R16
 
 // Orders register and shared-memory writes of this warpgroup before the products that follow.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -145,6 +155,16 @@ __device__ __forceinline__ void mbarrier_init_fence() {
 }
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// At a barrier of another block of the cluster, whose address cluster_address() gives.
+__device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// 16 bytes into the shared memory of another block of the cluster; they count towards the phase of a barrier there.
+__device__ __forceinline__ void store_async(uint32_t address, float4 value, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+               "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+               : "memory");
 }
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -192,6 +212,22 @@ template <int kPending> __device__ __forceinline__ void bulk_wait_read() {
 // Waits until all of this thread's groups are done.
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+// One box of a 2-dimensional tensor map to shared memory, with an L2 policy (mma.cuh) or the cache's own; its bytes count towards the
+// barrier's phase.
+__device__ __forceinline__ void tensor_copy(uint32_t destination, const CUtensorMap* map, uint32_t barrier, int x0, int x1) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+                   destination),
+               "l"(map), "r"(barrier), "r"(x0), "r"(x1)
+               : "memory");
+}
+__device__ __forceinline__ void tensor_copy(uint32_t destination, const CUtensorMap* map, uint32_t barrier, int x0, int x1,
+                                            uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(
+          destination),
+      "l"(map), "r"(barrier), "r"(x0), "r"(x1), "l"(policy)
+      : "memory");
+}
 // One box of a 4- or 5-dimensional tensor map to shared memory; its bytes count towards the barrier's phase.
 __device__ __forceinline__ void tensor_copy(uint32_t destination, const CUtensorMap* map, uint32_t barrier, int x0, int x1,
                                             int x2, int x3) {
@@ -208,6 +244,10 @@ __device__ __forceinline__ void tensor_copy(uint32_t destination, const CUtensor
           destination),
       "l"(map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
       : "memory");
+}
+// Into L2 alone.
+__device__ __forceinline__ void prefetch_tensor(const CUtensorMap* map, int x0, int x1) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x0), "r"(x1) : "memory");
 }
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -247,7 +247,7 @@ OPS: dict[str, Op] = {
     ),
     "skinny_gemm": Op(
         "TxNxK",
-        tuple(f"{rows}x{shape}" for shape in _LINEAR_SHAPES for rows in (1, 4, 8, 16)),
+        tuple(f"{rows}x{shape}" for shape in _LINEAR_SHAPES for rows in (1, 4, 8, 16, 32)),
         ("1x1024x2048", "8x1024x2048"),
         skinny_gemm_work,
         problems.make_skinny_gemm,

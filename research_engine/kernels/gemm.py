@@ -7,7 +7,7 @@ import torch
 from research_engine.kernels._checks import check_dtype, check_exactly, check_rows, refuse
 from research_engine.kernels._extension import _C, stream_of, traced
 
-MAX_ROWS = 16
+MAX_ROWS = 64
 DEPTH_MULTIPLE = 8  # of K: 16 bytes
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -22,13 +22,14 @@ def skinny_gemm(
     out_dtype: torch.dtype | None = None,
     overlap: bool = False,
 ) -> torch.Tensor:
-    """`x W^T + bias` for at most 16 rows of x; sums are float32 and rounded once.
+    """`x W^T + bias` for at most 64 rows of x; sums are float32 and rounded once.
 
-    A row's bits do not depend on the other rows; on their number only on a GPU, where K is so large that a thread block
+    A row's bits do not depend on the other rows. On their number they depend on a GPU alone: on sm_90 more than 8 or 16
+    rows, by the weight's shape, take another kernel, and the one for few rows shares K between thread blocks where one
     does not hold all of x.
 
     Args:
-        x: `[T, K]`, T at most 16, K a multiple of 8, rows contiguous at any stride that is a multiple of 16 bytes.
+        x: `[T, K]`, T at most 64, K a multiple of 8, rows contiguous at any stride that is a multiple of 16 bytes.
         weight: `[N, K]`, likewise, of x's dtype: bfloat16 or float16 on CUDA, float32 or bfloat16 on a CPU.
         bias: `[N]`, of x's dtype.
         gated: the result is `silu(y[:, :I]) * y[:, I:]` of the product `y [T, 2I]`, as of `silu_and_mul`.
@@ -58,13 +59,16 @@ def skinny_gemm(
     return out
 
 
-def skinny_gemm_rows(weight: torch.Tensor) -> int:
-    """Rows of x, at most 16, for which `skinny_gemm` reads this CUDA weight once; for more it does so again.
+def skinny_gemm_rows(weight: torch.Tensor, *, gated: bool = False) -> int:
+    """Rows of x, at most 64, up to which a layer should multiply this CUDA weight by `skinny_gemm`.
 
-    0: K is too large for the device's shared memory, and the op refuses it. It depends on K and the device.
+    So many pass in one reading of the weight. Above 16, on sm_90, they are those up to which the op was as fast as a
+    library's product on an H200 (`skinny_gemm_wgmma.cu` has the rule); gated there are none. 0: K is too large for the
+    device's shared memory, and the op refuses it. The answer depends on the weight's shape and on the device.
     """
     stream_of(weight)
-    return _C.skinny_gemm_rows(weight.shape[1], weight.get_device())
+    columns = weight.shape[0] // 2 if gated else weight.shape[0]
+    return _C.skinny_gemm_rows(columns, weight.shape[1], gated, weight.get_device())
 
 
 def _check_shapes(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> None:

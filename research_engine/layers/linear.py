@@ -9,7 +9,8 @@ float32, 2 cores of an AMD EPYC (Zen 4), SmolLM2-135M's shapes, microseconds of 
     [49152, 576]    19849 -> 6031    -
 The kernel that serves F.linear reorders the weight in every call, which at few rows costs more than the product.
 
-On a GPU up to 16 rows of 16-bit floats, a decode step's, take `kernels.skinny_gemm`; more take the library's product.
+On a GPU up to 16 rows of 16-bit floats, a decode step's, take `kernels.skinny_gemm`, and on Hopper up to 32, 48 or 64,
+depending on the weight's shape, where that is the faster one; more take the library's product.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Linear:
         self._packed: torch.Tensor | None = None
         self._quantized: QuantizedProduct | None = None
         self.rows_at_once: int | None = None
-        self._skinny_rows = 0  # up to so many rows, one pass of the hand-written kernel over the weight
+        self._skinny_rows = 0  # up to so many rows the hand-written product is taken
 
     def quantize(self, product: QuantizedProduct) -> None:
         """Mutates: the weight is given up for a quantised one."""
@@ -66,8 +67,8 @@ class Linear:
         if _packable(self.weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKING_ROWS)
             self.weight = None
-        elif self.weight.is_cuda and self.weight.dtype in CUDA_DTYPES and self.weight.shape[1] % DEPTH_MULTIPLE == 0:
-            self._skinny_rows = kernels.skinny_gemm_rows(self.weight)
+        else:
+            self._skinny_rows = _skinny_rows(self.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._product(x) if self.rows_at_once is None else in_tiles(self._product, x, self.rows_at_once)
@@ -81,6 +82,13 @@ class Linear:
         if 0 < x.shape[0] <= self._skinny_rows:
             return kernels.skinny_gemm(x, self.weight, self.bias, overlap=True)
         return F.linear(x, self.weight, self.bias)
+
+
+def _skinny_rows(weight: torch.Tensor, gated: bool = False) -> int:
+    """Up to so many rows the hand-written kernel takes this weight, and should."""
+    if weight.is_cuda and weight.dtype in CUDA_DTYPES and weight.shape[1] % DEPTH_MULTIPLE == 0:
+        return kernels.skinny_gemm_rows(weight, gated=gated)
+    return 0
 
 
 def _packable(weight: torch.Tensor) -> bool:
@@ -106,6 +114,15 @@ class QKVLinear(Linear):
 class GateUpLinear(Linear):
     """Gate and up projections of the MLP as one product, gate first, as ``silu_and_mul`` wants them."""
 
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+        self._gated_rows = 0  # as `_skinny_rows`, with the activation
+
+    def pack(self) -> None:
+        super().pack()
+        if self.weight is not None:
+            self._gated_rows = _skinny_rows(self.weight, gated=True)
+
     def parts(self) -> dict[str, dict[str, torch.Tensor]]:
         """Views for the loader: ``{"gate": {"weight": ...}, "up": ...}``. Valid until ``pack()``."""
         assert self.weight is not None
@@ -114,7 +131,7 @@ class GateUpLinear(Linear):
 
     def gated(self, activation: str, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """``act(gate(x)) * up(x)`` of ``x [T, K]`` into ``out [T, I]``, which is returned."""
-        if activation == "silu" and 0 < x.shape[0] <= self._skinny_rows and self.rows_at_once is None:
+        if activation == "silu" and 0 < x.shape[0] <= self._gated_rows and self.rows_at_once is None:
             assert self.weight is not None
             return kernels.skinny_gemm(x, self.weight, self.bias, gated=True, out=out, overlap=True)
         return activate_and_mul(activation, self(x), out)

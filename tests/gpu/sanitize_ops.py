@@ -254,8 +254,8 @@ def others(device: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], 
                 f"quantized_matmul {kind} K={5 * d // 32 * 32}",
                 partial(check_quantized, device, dtype, kind, 300, 5 * (d // 32 * 32), 5, 11),
             )
-        for rows in (1, 8, 13):
-            for n, k in ((24, 8), (300, 5 * d // 8 * 8), (70, 14336)):
+        for rows in (1, 8, 13, 30, 47, 64):
+            for n, k in ((24, 8), (300, 5 * d // 8 * 8), (70, 14336), (576, 1536)):
                 yield (
                     f"skinny_gemm {rows} x {n} x {k} gated={d == 46}",
                     partial(check_skinny_gemm, device, dtype, rows, n, k, d == 46),

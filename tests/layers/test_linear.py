@@ -8,7 +8,7 @@ import torch
 from research_engine.kernels import reference
 from research_engine.layers.linear import GateUpLinear, Linear
 
-ROWS = (0, 1, 5, 16, 17, 40)
+ROWS = (0, 1, 5, 16, 17, 40, 64, 65)
 
 
 def matrix(rows: int, columns: int, device: str) -> torch.Tensor:
@@ -22,9 +22,9 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("depth", [64, 100])
-def test_a_packed_layer_is_the_product(device: str, rows: int, depth: int) -> None:
-    weight, bias, x = matrix(96, depth, device), matrix(1, 96, device)[0], matrix(rows, depth, device)
+@pytest.mark.parametrize(("columns", "depth"), [(96, 64), (96, 100), (576, 1536)])
+def test_a_packed_layer_is_the_product(device: str, rows: int, columns: int, depth: int) -> None:
+    weight, bias, x = matrix(columns, depth, device), matrix(1, columns, device)[0], matrix(rows, depth, device)
     layer = Linear(weight.clone(), bias)
     layer.pack()
     assert_close(layer(x), reference.skinny_gemm(x, weight, bias))
