@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import logging
 import operator
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
+from research_engine.call_progress import interrupts_between_steps, progress_bar
 from research_engine.embedding import Embedder, build_embedding_engine, task_of
 from research_engine.engine.config import EngineConfig
 from research_engine.engine.contract import Clock, TokenLogprobs
@@ -404,8 +400,8 @@ class LLM:
         resolved = self._resolve_all(many, self._embedder.max_tokens if truncate else None)
         with (
             overdue_calls_end(self.engine),
-            _progress_bar(len(many), enabled=use_tqdm) as advance,
-            _interrupts_between_steps() as check_interrupt,
+            progress_bar(len(many), enabled=use_tqdm) as advance,
+            interrupts_between_steps() as check_interrupt,
         ):
 
             def after_step(ended: int) -> None:
@@ -484,8 +480,8 @@ class LLM:
                     added = self.engine.add_request(f"{self._num_calls}-{index}", ids, sampling)
                     groups.append([_Draft(request) for request in added])
                 with (
-                    _progress_bar(len(groups), enabled=use_tqdm) as advance,
-                    _interrupts_between_steps() as check_interrupt,
+                    progress_bar(len(groups), enabled=use_tqdm) as advance,
+                    interrupts_between_steps() as check_interrupt,
                 ):
                     self._serve(groups, advance, check_interrupt)
         except BaseException:
@@ -568,47 +564,3 @@ def _listed(name: str, values: Any) -> list[Any]:
         return list(values)
     except TypeError:
         raise ValueError(f"{name} is {values!r}; it must be one of its kind, or a list of them") from None
-
-
-@contextmanager
-def _progress_bar(total: int, *, enabled: bool) -> Iterator[Callable[[int, int], None]]:
-    """Yields advance(prompts_ended, tokens_drawn)."""
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-        TextColumn("{task.fields[rate]:.0f} tok/s"),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), disable=not enabled) as bar:
-        task, tokens = bar.add_task("prompts", total=total, rate=0.0), 0
-
-        def advance(ended: int, drawn: int) -> None:
-            nonlocal tokens
-            tokens += drawn
-            bar.update(task, advance=ended, rate=tokens / max(bar.tasks[0].elapsed or 0.0, 1e-9))
-
-        yield advance
-
-
-@contextmanager
-def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Holds Ctrl-C back until the yielded function is called, so that no step is torn; a second press acts at once."""
-    pressed = False
-
-    def remember(signum: int, frame: object) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    def check() -> None:
-        if pressed:
-            raise KeyboardInterrupt
-
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield check  # someone else looks after signals
-        return
-    signal.signal(signal.SIGINT, remember)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
