@@ -112,7 +112,11 @@ def fit_samples(
     pairs = sum(t * (k + (t + 1) / 2) for sample in samples for t, k in sample.work.prefills)
     prefill = sum(sample.device for sample in samples if sample.work.prefills)
     smooth = basis.smoothness(prefill / pairs if pairs else 1.0)
-    return basis.profile(solve(rows, times, times / np.array(weight), smooth), model, machine)
+    profile = basis.profile(solve(rows, times, times / np.array(weight), smooth), model, machine)
+    launched = any(sample.work.tokens and basis.ladders.kind(sample.work) is StepKind.LAUNCHED for sample in samples)
+    if profile.token_graph is not None and not launched:  # a longer step than any graph takes goes on with their table
+        return replace(profile, dense=profile.token_graph)
+    return profile
 
 
 def fit_host(samples: Sequence[Sample], ladders: Ladders, handed: Sequence[Sample] = ()) -> HostCost:

@@ -182,6 +182,18 @@ def test_launched_steps_whose_beginning_nobody_saw_are_timed_with_the_help_of_th
     assert sum(map(abs, errors)) / len(errors) < 0.01
 
 
+def test_where_graphs_hold_every_step_a_longer_one_goes_on_with_their_table():
+    sizes = tuple(range(64, 1025, 64))
+    table = Curve((size, 4e-3 + 2e-5 * size) for size in sizes)
+    all_graphs = replace(ON_GPU, ladders=Ladders(ON_GPU.ladders.decode, sizes), token_graph=table)
+    profile = fit(planted(all_graphs, overlap=True))
+    assert "dense" not in profile.parts
+    assert profile.held_out["mape"] < 0.02
+    prices = [ProfiledCost(profile).price(Work(n, 1, 1, prefills=((n, 0),))) for n in (1024, 2048, 4096)]
+    assert prices[1] > 1.5 * prices[0]
+    assert prices[2] > 1.5 * prices[1]
+
+
 def test_a_fit_can_be_made_again_from_the_file_of_a_measurement(tmp_path):
     found = planted(ON_GPU, overlap=True, steps=200)
     found.save(tmp_path / "m.gz")
