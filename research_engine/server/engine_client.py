@@ -49,6 +49,7 @@ STEPS_KEPT = 512
 MAX_UNREAD = 262144  # numbers that wait for a reader: tokens, each with the log-probabilities beside it
 _MERGE_FROM = 8  # unread deltas before they are merged
 LOOKS = 8  # at a process, over the time that it may be silent
+NOBODY = -1  # a key that no prompt has
 _LAST_WORDS = 0.5  # seconds in which a hung process says where it hangs
 
 
@@ -253,13 +254,18 @@ class EngineClient(asyncio.Protocol):
         return self._process.exitcode is not None
 
     async def _watch(self) -> None:
-        """Lose a process that owes answers and says nothing for `step_timeout`: it speaks after every step."""
+        """Lose a process that owes answers and says nothing for `step_timeout`, though it is asked at every look."""
         silence = Silence()
         while self.is_alive:
             await asyncio.sleep(self._step_timeout / LOOKS)
-            if silence.is_too_long(self._messages, owes=bool(self._live or self._embeddings)):
+            if not self.is_alive:
+                return
+            owes = bool(self._live or self._embeddings)
+            if silence.is_too_long(self._messages, owes=owes):
                 self._lose_hung()
                 return
+            if owes:
+                self._send(Abort(NOBODY))  # one that does not hang answers with its state
 
     def _lose_hung(self) -> None:
         """Let a hung process say where it hangs, and kill it; its clients learn of it at once."""

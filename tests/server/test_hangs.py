@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from research_engine.engine.sampling_params import SamplingParams
 from research_engine.options import EngineOptions
-from research_engine.server.engine_client import LOOKS, EngineClient, Silence
+from research_engine.server.engine_client import LOOKS, EngineClient, Generation, Silence
 from research_engine.server.engine_process import EngineLoop
 from research_engine.server.engine_source import EngineSource
 from research_engine.server.live_records import LiveRecords
@@ -99,6 +100,20 @@ def test_silence_is_too_long_only_when_answers_are_owed_and_nothing_comes() -> N
     assert not any(silence.is_too_long(7, owes=True) for _ in range(LOOKS + 1))  # the first of them heard something
     assert not silence.is_too_long(7, owes=False)
     assert [silence.is_too_long(7, owes=True) for _ in range(LOOKS + 1)] == [False] * LOOKS + [True]
+
+
+def test_an_engine_without_work_is_not_taken_for_hung_whatever_is_thought_to_be_owed() -> None:
+    async def watch() -> None:
+        client: Any = EngineClient(EngineSource(EngineOptions("stub"), *STUB), step_timeout=8.0)
+        await client.start()
+        client._live[99] = Generation(client, range(99, 100), 1)  # which the engine knows nothing of
+        heard, end = client._messages, time.monotonic() + DEADLINE
+        while client._messages < heard + 2:
+            assert client.is_alive and time.monotonic() < end
+            await asyncio.sleep(0.05)
+        await client.close()
+
+    asyncio.run(watch())
 
 
 class Unkillable:
