@@ -151,6 +151,8 @@ int64_t paged_attention_workspace(const PagedAttention& args) {
   const AttentionParams params = make_params(args);
   const int64_t prefill = takes_prefill(args) && prefill_wgmma_supports(args, params) ? kCounters : 0;
   if (args.path == kPrefill || args.path == kPrefillFma || args.path == kPrefillMma) return prefill;
+  // Where out and the values lie is not known here; with a split_size this is also enough for the kernel without tensor cores, which
+  // a call takes whose rows of them are not aligned.
   if (args.path != kDecodeFma && decode_mma_supports(args, params)) return std::max(prefill, decode_mma_workspace(args));
   const int64_t partials = plan_splits(args, INT32_MAX).workspace;
   return partials > 0 ? kCounters + partials : prefill;

@@ -240,7 +240,8 @@ inline Sizes sizes_of(const PagedAttention& args, int64_t split_size) {
   const int64_t keys = std::max<int64_t>(args.max_seq_len, 1), unit_keys = split_size > 0 ? split_size : kTile;
   const bool windowed = args.causal && args.sliding_window > 0 && args.sliding_window < keys;
   Sizes sizes{};
-  sizes.units = windowed ? ceil_div(args.sliding_window, unit_keys) + 1 : ceil_div(keys, unit_keys);
+  sizes.units = ceil_div(keys, unit_keys);  // with a window never more: a workspace is asked for without one
+  if (windowed) sizes.units = std::min(sizes.units, ceil_div(args.sliding_window, unit_keys) + 1);
   int multiprocessors = 0;
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, args.query.device), "paged_attention");
   sizes.blocks = std::min<int64_t>(std::max(lines, ceil_div(lines * sizes.units, warps)),

@@ -62,18 +62,20 @@ struct Plan {
   int rows = 0;     // of x, in one pass over the weight
 };
 
-// The smallest cluster whose blocks have room for x; where none has, the rows for which the one that takes most has.
-Plan make_plan(const Device& device, int tokens, int units) {
+// The smallest cluster whose blocks have room for x, or for as many of its rows as the kernel takes in a pass; where none has, the rows
+// for which the one that takes most has.
+Plan make_plan(const Device& device, int64_t tokens, int units) {
   Plan plan;
+  const int most = static_cast<int>(std::min<int64_t>(tokens, kMostRows));
   for (int i = 0; i < static_cast<int>(std::size(kClusterSizes)); ++i) {
     if (device.clusters[i] == 0 || kClusterSizes[i] > units) continue;
     const auto fits = [&](int rows) {
       return skinny_gemm_shared_bytes(kWarps, count_stages(device.large, rows <= 8 ? 1 : 2), rows, units, kClusterSizes[i]) <= device.shared_bytes;
     };
-    int rows = tokens;
+    int rows = most;
     while (rows > 0 && !(fits(rows) && (rows == tokens || fits(std::min(rows, 8))))) --rows;  // also those left for the last pass
     if (rows > plan.rows) plan = {i, rows};
-    if (rows == tokens) break;
+    if (rows == most) break;
   }
   return plan;
 }
@@ -117,7 +119,7 @@ void skinny_gemm(const SkinnyGemm& args, Stream stream) {
   p.units = static_cast<int>(ceil_div(p.depth, kUnitDepth));
   p.gated = args.gated;
   p.float_out = args.out.dtype == DType::f32;
-  const Plan plan = make_plan(device, static_cast<int>(tokens), p.units);
+  const Plan plan = make_plan(device, tokens, p.units);
   if (plan.rows == 0) {
     throw std::invalid_argument("skinny_gemm: a row of x, " + std::to_string(p.depth) + " elements, does not fit in the shared memory of " +
                                 "device " + std::to_string(args.x.device) + "; use torch's product");

@@ -207,6 +207,25 @@ def test_k16_sink_counts_once_across_splits(device: str, split_size: int | None)
     check(make_batch([(1, 200), (1, 1)], device=device), sinks=sinks, split_size=split_size)
 
 
+@pytest.mark.parametrize("path", ["auto", "decode"])
+@pytest.mark.parametrize("window", [1, 16, 17, 40])
+def test_k16_the_workspace_made_for_a_call_is_enough_for_its_window(device: str, path: str, window: int) -> None:
+    for length in (1, 15, 17, 40):
+        batch = make_batch([(1, length)], block_size=1, dtype=DTYPES[device][-1], device=device, spare_columns=0)
+        for split_size in (16, 32):
+            check(batch, sliding_window=window, path=path, split_size=split_size)
+
+
+def test_the_workspace_made_for_a_call_is_enough_for_an_out_that_is_not_aligned(device: str) -> None:
+    for group in (1, 4, 12):
+        batch = make_batch([(1, 200), (1, 30)], group=group, dtype=DTYPES[device][-1], device=device)
+        options = {"scale": 0.125, "path": "decode", "split_size": 16}
+        expected, _ = check(batch, **options)
+        out = torch.full((*batch.query.shape[:2], 72), torch.nan, dtype=batch.query.dtype, device=device)[..., 1:65]
+        kernels.paged_attention(*batch.tensors(), out=out, **options)  # type: ignore[arg-type]
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+
+
 def test_k16_softcap_comes_before_the_mask_and_alibi_after_the_softcap(device: str) -> None:
     slopes = torch.tensor([0.5, 0.25, 0.1, 0.0], device=device)
     for path in FORCED[device]:

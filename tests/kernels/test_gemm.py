@@ -109,7 +109,7 @@ def test_a_row_of_nan_stays_alone(device: str, tokens: int) -> None:
     assert torch.equal(out[:-1, others], clean[:-1, others])
 
 
-@pytest.mark.parametrize("tokens", [5, 20])
+@pytest.mark.parametrize("tokens", [5, 17, 20, 64])
 def test_rows_may_be_one_and_the_same(device: str, tokens: int) -> None:
     dtype = DTYPES[device][0]
     row, weight = embedded(1, 200, dtype, device, 0), embedded(50, 200, dtype, device, 1)
