@@ -139,8 +139,9 @@ def build_engine(
     model, tokenizer = loaded.model, loaded.tokenizer
     eager = _is_eager(options, model)
     budget = _token_budget(options, model.device)
+    graph_sizes = [] if eager else ladder(options.max_num_seqs)
     token_sizes = [] if eager else token_ladder(budget, loaded.config.num_parameters)
-    plan = _measure_memory(options, loaded, token_sizes)
+    plan = _measure_memory(options, loaded, graph_sizes, token_sizes)
     room = None if plan is None else plan.room
     config = engine_config(options, loaded.config, model.device, model.dtype, tokenizer, room=room)
     LOG.info(
@@ -156,7 +157,7 @@ def build_engine(
             model,
             config,
             cache_dtype=choose_kv_cache_dtype(options.kv_cache_dtype, model.dtype),
-            graph_sizes=[] if eager else ladder(config.max_num_seqs),
+            graph_sizes=graph_sizes,
             token_sizes=token_sizes,
             memory_plan=plan,
         )
@@ -241,11 +242,13 @@ def _token_budget(options: EngineOptions, device: torch.device) -> int:
     return options.max_num_batched_tokens or (2048 if device.type == "cpu" else 8192)
 
 
-def _measure_memory(options: EngineOptions, loaded: LoadedModel, token_sizes: Sequence[int]) -> MemoryPlan | None:
+def _measure_memory(
+    options: EngineOptions, loaded: LoadedModel, graph_sizes: Sequence[int], token_sizes: Sequence[int]
+) -> MemoryPlan | None:
     """Where a GPU's memory goes, when the options leave the KV cache what the rest does not need.
 
     Args:
-        token_sizes: steps with prompts that will be CUDA graphs, by their tokens.
+        graph_sizes, token_sizes: steps that will be CUDA graphs, by their rows and by their tokens.
 
     Raises:
         OptionError: it holds no request of max_model_len; with the numbers and what to try.
@@ -266,8 +269,8 @@ def _measure_memory(options: EngineOptions, loaded: LoadedModel, token_sizes: Se
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=_token_budget(options, model.device),
-        graphs=not _is_eager(options, model),
-        token_graphs=max(token_sizes, default=0),
+        graphs=graph_sizes,
+        token_graphs=token_sizes,
     )
     for name, size in plan.parts().items():
         LOG.info("memory: %s %.2f GiB", name, size / GIB)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from research_engine.executors.memory_plan import MemoryPlan
@@ -18,22 +20,24 @@ def measured_plan(
     max_model_len: int | None,
     max_num_seqs: int,
     max_num_batched_tokens: int,
-    graphs: bool,
-    token_graphs: int = 0,
+    graphs: Sequence[int],
+    token_graphs: Sequence[int],
 ) -> MemoryPlan:
     """The plan of the GPU that holds the model's weights, from a run of the largest step.
 
     Args:
-        graphs: decode steps will be CUDA graphs, whose pool holds what the largest of them takes.
-        token_graphs: tokens of the largest step with prompts that will be a graph; those have a pool of their own.
+        graphs: rows of the decode steps that will be CUDA graphs.
+        token_graphs: tokens of the other steps that will be CUDA graphs, each with logits of max_num_seqs rows.
         others: as in MemoryPlan and EngineConfig.
     """
     device = model.device
     weights = torch.cuda.memory_allocated(device)
     sampled = min(max_num_seqs, max_num_batched_tokens)
     activations = step_bytes(model, num_tokens=max_num_batched_tokens, num_drawn=sampled, block_size=block_size)
-    sizes = [sampled] * graphs + [token_graphs] * (token_graphs > 0)
-    pool = sum(step_bytes(model, num_tokens=size, num_drawn=sampled, block_size=block_size) for size in sizes)
+    # each kind of graph has a pool, which holds what the largest of them takes and the logits of every one
+    largest = [max(sizes) for sizes in (graphs, token_graphs) if sizes]
+    pool = sum(step_bytes(model, num_tokens=size, num_drawn=sampled, block_size=block_size) for size in largest)
+    pool += (sum(graphs) + len(token_graphs) * sampled) * model.config.vocab_size * model.dtype.itemsize
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return MemoryPlan(

@@ -120,7 +120,7 @@ def test_memory_beside_the_cache_stays_within_the_profile():
     loaded = load(EngineOptions("dummy:smollm2-135m", device="cuda", skip_tokenizer_init=True), progress=False)
     plan = measured_plan(
         loaded.model, utilization=0.5, kv_bytes_per_token=loaded.config.kv_bytes_per_token * 2, block_size=16,
-        max_model_len=2048, max_num_seqs=64, max_num_batched_tokens=2048, graphs=False,
+        max_model_len=2048, max_num_seqs=64, max_num_batched_tokens=2048, graphs=[], token_graphs=[],
     )  # fmt: skip
     del loaded
     with tiny_smollm() as llm:
