@@ -1,4 +1,4 @@
-"""Keeps a server under streams, slow readers and disconnects, and watches what must stay flat: memory, blocks, debts."""
+"""Keeps a server under streams, slow readers and disconnects; watches what must stay flat: memory, blocks, debts."""
 
 from __future__ import annotations
 
