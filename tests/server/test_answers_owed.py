@@ -21,10 +21,12 @@ from research_engine.engine.sampling_params import SamplingParams
 from research_engine.options import EngineOptions
 from research_engine.server import engine_client, engine_process
 from research_engine.server.api.completions import completions
+from research_engine.server.api.embeddings import embeddings
 from research_engine.server.context import ServerContext
 from research_engine.server.engine_client import EngineClient, EngineDeadError, Generation, RefusedError
 from research_engine.server.engine_process import EngineLoop
 from research_engine.server.engine_source import EngineParts, EngineSource
+from research_engine.server.errors import ApiError
 from research_engine.server.http import Call
 from research_engine.server.live_records import LiveRecords
 from research_engine.server.stub_engine import stub_parts
@@ -111,6 +113,17 @@ def test_a_text_to_embed_that_cannot_be_sent_is_not_handed_over() -> None:
         with pytest.raises(OverflowError):
             await wire.client.embed([[1], [TOO_LONG]])
         assert wire.client.num_unanswered == 0 and not wire.told
+
+    asyncio.run(scene())
+
+
+def test_a_token_to_embed_beyond_64_bits_is_the_clients_mistake_where_the_vocabulary_is_unknown() -> None:
+    async def scene() -> None:
+        call = Call({"type": "http", "headers": []}, forever, broken, "id")
+        call.body = json.dumps({"input": [TOO_LONG]}).encode()
+        with pytest.raises(ApiError, match="64 bits") as refused:
+            await embeddings(ServerContext(Wire().connect().client, None, ["m"]), call)
+        assert refused.value.status == 400
 
     asyncio.run(scene())
 
@@ -247,14 +260,20 @@ def test_what_is_owed_is_what_the_engine_was_told_and_has_not_ended(events: list
     asyncio.run(scene())
 
 
+async def forever() -> Any:
+    """A client that never leaves by itself."""
+    await asyncio.Event().wait()
+
+
+async def broken(message: Any) -> None:
+    raise OSError("the connection is lost")
+
+
 class Asked:
     """A completion on its way through the endpoint, with a client of the test's."""
 
     def __init__(self, wire: Wire, send: Callable[[Any], Awaitable[None]], **fields: Any) -> None:
-        async def receive() -> Any:
-            await asyncio.Event().wait()  # it never leaves by itself
-
-        self.call = Call({"type": "http", "headers": []}, receive, send, "id")
+        self.call = Call({"type": "http", "headers": []}, forever, send, "id")
         self.call.body = json.dumps({"prompt": [1], **fields}).encode()
         self.task = asyncio.create_task(completions(ServerContext(wire.client, None, ["m"]), self.call))
 
@@ -264,10 +283,6 @@ class Asked:
         (told,) = wire.told
         assert isinstance(told, Add)
         return told.key
-
-
-async def broken(message: Any) -> None:
-    raise OSError("the connection is lost")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -384,4 +399,4 @@ def test_a_policy_that_fails_at_an_arrival_and_at_its_end_costs_that_request_alo
 def test_a_number_beyond_64_bits_is_refused_and_owed_to_nobody(stub: LiveServer, body: dict[str, Any]) -> None:
     answer = stub.post("/v1/completions", body)
     assert (answer.status == 400 and "64 bits" in answer.error["message"]) or answer.status == 400
-    assert stub.get("/stats").json()["unanswered"] == 0
+    stub.wait_until_quiet()
