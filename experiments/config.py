@@ -17,9 +17,9 @@ from experiments.experiment import Experiment, is_level, label_of
 from experiments.kernel_settings import KernelSettings
 from experiments.settings import Settings, nearest_first
 from experiments.workloads import WorkloadSettings
-from experiments.yaml_text import read_yaml, value_of
 from research_engine.engine.config import OnFault
 from research_engine.engine.reservation import Reservation
+from research_engine.yaml_text import read_yaml, value_of
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 PAPERS = Path(__file__).resolve().parent / "papers"

@@ -14,7 +14,7 @@ from experiments.launcher import Events, Failure
 from experiments.plan import Trial
 from experiments.storage import read_summary
 from experiments.trial_runner import TrialRunner
-from experiments.yaml_text import read_yaml
+from research_engine.yaml_text import read_yaml
 
 _LOOK_EVERY = 2.0  # seconds between two looks at the queue
 

@@ -16,6 +16,7 @@ from experiments.analysis.cells import CellResults
 from experiments.config import ConfigError
 from experiments.storage import read_summary
 from research_engine import metrics
+from research_engine.yaml_text import read_yaml
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,7 +43,7 @@ class RunFiles:
     @classmethod
     def of(cls, directory: Path) -> RunFiles:
         try:
-            config = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
+            _, config = read_yaml((directory / "config.yaml").read_text(encoding="utf-8"))
             plan, environment = (
                 json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
                 for name in ("trials", "environment")

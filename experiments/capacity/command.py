@@ -17,8 +17,8 @@ from rich.table import Table
 from experiments.capacity.search import Capacity, Copies, find_capacity, find_copies
 from experiments.capacity.system import Layout, Load, RunLimits, System
 from experiments.config import TrialSettings
-from experiments.yaml_text import read_yaml
 from research_engine import metrics
+from research_engine.yaml_text import read_yaml
 
 OF_REQUESTS = ("ttft", "tpot", "e2e")
 """Limits that a share of the requests has to keep."""

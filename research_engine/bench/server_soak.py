@@ -1,4 +1,4 @@
-"""Keeps a server under streams, slow readers and disconnects, and watches what must stay flat: memory and blocks."""
+"""Keeps a server under streams, slow readers and disconnects; watches what must stay flat: memory, blocks, debts."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def soak(seconds: float, streams: int, console: Console) -> int:
     with running("server") as port:
         outcome, samples = asyncio.run(_soak(port, seconds, streams))
     table = Table(title=f"{streams} streams for {seconds:g} s", title_justify="left")
-    for name in ("time, s", "server, MiB", "engine, MiB", "running", "waiting", "KV use"):
+    for name in ("time, s", "server, MiB", "engine, MiB", "running", "waiting", "unanswered", "KV use"):
         table.add_column(name, justify="right")
     for sample in samples:
         table.add_row(*sample)
     console.print(table)
     console.print(", ".join(f"{count} {what}" for what, count in sorted(outcome.items())))
     left = samples[-1][3:]
-    good = not outcome["broken"] and left == ("0", "0", "0.0 %")
+    good = not outcome["broken"] and left == ("0", "0", "0", "0.0 %")
     console.print(
         "every answer was whole and nothing is left" if good else "[red]answers were broken, or something is left"
     )
@@ -51,7 +51,7 @@ async def _soak(port: int, seconds: float, streams: int) -> tuple[Counter[str], 
     await asyncio.gather(*clients)
     while True:  # aborts of the last disconnects may still be under way
         samples.append(await _sample(port, began))
-        if samples[-1][3:5] == ("0", "0") or time.monotonic() > end + 60:
+        if samples[-1][3:6] == ("0", "0", "0") or time.monotonic() > end + 60:
             return outcome, samples
         samples.pop()
         await asyncio.sleep(0.2)
@@ -112,8 +112,9 @@ async def _sample(port: int, began: float) -> tuple[str, ...]:
     stats: dict[str, Any] = json.loads((await _read(reader, 0.0)).partition(b"\r\n\r\n")[2])
     writer.close()
     memory = [f"{_memory(pid):.0f}" for pid in _server_and_engine(port)]
-    state = (str(stats["running"]), str(stats["waiting"]), f"{stats['kv_utilization']:.1%}".replace("%", " %"))
-    return (f"{time.monotonic() - began:.0f}", *memory, *state)
+    state = [str(stats[name]) for name in ("running", "waiting", "unanswered")]
+    use = f"{stats['kv_utilization']:.1%}".replace("%", " %")
+    return (f"{time.monotonic() - began:.0f}", *memory, *state, use)
 
 
 def _memory(pid: int) -> float:

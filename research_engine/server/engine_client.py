@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import multiprocessing
 import os
@@ -72,7 +71,8 @@ class RefusedError(Exception):
 class Generation:
     """The answer to one HTTP request, of one or more prompts with n continuations each, as it comes.
 
-    Choices are numbered prompt by prompt: prompt p's continuation i is choice p * n + i.
+    A context: whoever leaves it before its end leaves nothing behind in the engine. Choices are numbered prompt by
+    prompt: prompt p's continuation i is choice p * n + i.
     """
 
     __slots__ = ("_client", "_error", "_first_key", "_n", "_pending", "_unread", "_waiter", "keys")
@@ -85,6 +85,13 @@ class Generation:
         self._unread = 0
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self.keys:
+            self.abort()
 
     async def next(self) -> list[Delta]:
         """Deltas since the last call, at least one; an empty list once all continuations have ended.
@@ -199,7 +206,7 @@ class EngineClient(asyncio.Protocol):
         self._watcher: asyncio.Task[None] | None = None
         self._live: dict[int, Generation] = {}
         self._embeddings: dict[int, asyncio.Future[Embedded]] = {}
-        self._keys = itertools.count()
+        self._next_key = 0
         self._closing = False
         self._process: SpawnProcess | None = None
         self._transport: asyncio.Transport | None = None
@@ -260,7 +267,7 @@ class EngineClient(asyncio.Protocol):
             await asyncio.sleep(self._step_timeout / LOOKS)
             if not self.is_alive:
                 return
-            owes = bool(self._live or self._embeddings)
+            owes = self.num_unanswered > 0
             if silence.is_too_long(self._messages, owes=owes):
                 self._lose_hung()
                 return
@@ -281,9 +288,9 @@ class EngineClient(asyncio.Protocol):
         return self.ready is not None
 
     @property
-    def num_live(self) -> int:
-        """Prompts that have been handed over and have not ended."""
-        return len(self._live)
+    def num_unanswered(self) -> int:
+        """Prompts and batches to embed that have been handed over and for which the engine still owes something."""
+        return len(self._live) + len(self._embeddings)
 
     # Requests.
 
@@ -305,18 +312,19 @@ class EngineClient(asyncio.Protocol):
 
         Raises:
             EngineDeadError: there is no engine.
+            OverflowError, UnicodeEncodeError: a value cannot be sent; nothing was handed over.
         """
         self._check_alive()
         encoded = encode_sampling(sampling)
-        first = next(self._keys)
-        keys = range(first, first + len(prompts))
+        keys = range(self._next_key, self._next_key + len(prompts))
+        adds = []
+        for index, (key, prompt) in enumerate(zip(keys, prompts, strict=True)):
+            name = request_id if len(prompts) == 1 else f"{request_id}-{index}"
+            adds.append(frame(Add(key, name, prompt, encoded, stream, arrived, priority, client)))
+        self._next_key = keys.stop
         generation = Generation(self, keys, sampling.n)
-        for key, prompt in zip(keys, prompts, strict=True):
-            if key != first:
-                next(self._keys)
-            self._live[key] = generation
-            name = request_id if len(prompts) == 1 else f"{request_id}-{key - first}"
-            self._send(Add(key, name, prompt, encoded, stream, arrived, priority, client))
+        self._live.update(dict.fromkeys(keys, generation))  # from here on the engine owes their ends
+        self._write(b"".join(adds))
         return generation
 
     async def embed(self, prompts: list[list[int]]) -> Embedded:
@@ -324,16 +332,19 @@ class EngineClient(asyncio.Protocol):
 
         Raises:
             RefusedError, EngineDeadError: as `Generation.next`.
+            OverflowError: a token id cannot be sent; nothing was handed over.
         """
         self._check_alive()
-        key = next(self._keys)
+        key = self._next_key
+        embed = frame(Embed(key, prompts))
+        self._next_key += 1
         future: asyncio.Future[Embedded] = asyncio.get_running_loop().create_future()
         self._embeddings[key] = future
-        self._send(Embed(key, prompts))
+        self._write(embed)
         try:
             return await future
         finally:
-            self._embeddings.pop(key, None)
+            self._embeddings.pop(key, None)  # still there where its reader was cancelled
 
     def forget(self, generation: Generation) -> None:
         """Abort what is left of it in the engine."""
@@ -352,8 +363,11 @@ class EngineClient(asyncio.Protocol):
             raise EngineDeadError(self.failure or "the engine is not running")
 
     def _send(self, message: ToEngine) -> None:
+        self._write(frame(message))
+
+    def _write(self, framed: bytes) -> None:
         assert self._transport is not None
-        self._transport.write(frame(message))
+        self._transport.write(framed)
 
     # asyncio.Protocol
 
@@ -380,6 +394,7 @@ class EngineClient(asyncio.Protocol):
         for future in self._embeddings.values():
             if not future.done():
                 future.set_exception(error)
+        self._embeddings.clear()
         if served and not self._closing:
             log.error("the engine process is gone: %s", self.failure)
             self._on_death()
@@ -399,7 +414,7 @@ class EngineClient(asyncio.Protocol):
         elif isinstance(message, Refused):
             self._refuse(message)
         elif isinstance(message, Embedded):
-            future = self._embeddings.get(message.key)
+            future = self._embeddings.pop(message.key, None)
             if future is not None and not future.done():
                 future.set_result(message)
         elif isinstance(message, Ready):
@@ -414,7 +429,7 @@ class EngineClient(asyncio.Protocol):
         if generation is not None:
             generation.keys.pop(message.key, None)
             generation.abort(error)
-        future = self._embeddings.get(message.key)
+        future = self._embeddings.pop(message.key, None)
         if future is not None and not future.done():
             future.set_exception(error)
 

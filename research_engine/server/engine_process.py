@@ -152,8 +152,8 @@ class EngineLoop:
         except (RequestError, ValueError) as error:
             self._end.send(Refused(message.key, "request", str(error)))
         except EngineError as error:  # the policy failed at this arrival; the request is queued all the same
-            self._engine.abort(message.request_id)
             log.error("request %s: %s", message.request_id, error)
+            self._abort_in_engine(message.request_id)
             self._end.send(Refused(message.key, "engine", "the scheduler failed at this request"))
         else:
             self._groups[message.key] = (message.request_id, [request.id for request in group])
@@ -165,10 +165,14 @@ class EngineLoop:
         for name in names:
             del self._live[name]
         if names:
-            try:
-                self._engine.abort(request_id)
-            except EngineError as error:
-                log.error("aborting request %s: %s", request_id, error)
+            self._abort_in_engine(request_id)
+
+    def _abort_in_engine(self, request_id: str) -> None:
+        """It ends there, whatever the policy has to say about it."""
+        try:
+            self._engine.abort(request_id)
+        except EngineError as error:
+            log.error("aborting request %s: %s", request_id, error)
 
     def _embed_waiting(self) -> None:
         """Embed what has come, all at once; a prompt that is refused costs its own message alone."""
@@ -255,8 +259,9 @@ class EngineLoop:
         snapshot = None
         if due:
             self._last_snapshot, self._stale = now, False
-            view = self._engine.view()
-            snapshot = self._records.snapshot(view.num_running, view.num_waiting, self._engine.kv_cache.num_used_blocks)
+            queues = self._engine.queues  # a view would let out tokens that the next step is to hand on
+            running, waiting = len(queues.running), queues.num_waiting
+            snapshot = self._records.snapshot(running, waiting, self._engine.kv_cache.num_used_blocks)
         self._end.send(Progress(deltas, self._records.take_steps(), snapshot))
 
     def _fail(self, error: Exception) -> None:
@@ -264,10 +269,7 @@ class EngineLoop:
         self._failures += 1
         log.error("step %d failed", self._engine.num_steps, exc_info=error)
         for key, (request_id, _) in list(self._groups.items()):
-            try:
-                self._engine.abort(request_id)  # an executor's failure has ended it already, a policy's has not
-            except EngineError as again:
-                log.error("aborting request %s: %s", request_id, again)
+            self._abort_in_engine(request_id)  # an executor's failure has ended it already, a policy's has not
             self._end.send(Refused(key, "engine", _told(error)))
         self._groups.clear()
         self._live.clear()

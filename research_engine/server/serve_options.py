@@ -234,10 +234,13 @@ def _parameters(option: str, given: Any) -> dict[str, Any]:
 def _from_file(path: str) -> dict[str, Any]:
     import yaml
 
+    from research_engine.yaml_text import read_yaml
+
     try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        _, loaded = read_yaml(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise OptionError(f"config = {path!r}: cannot be read: {error}") from None
+    loaded = {} if loaded is None else loaded
     if not isinstance(loaded, Mapping):
         raise OptionError(f"config = {path!r}: must hold options by name")
     loaded = {str(name).replace("-", "_"): value for name, value in loaded.items()}

@@ -16,6 +16,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     live = start(log, "dummy:tiny", "--device", "cpu", "--num-blocks", "1024", "--max-model-len", "4096",
                  "--max-num-seqs", "16", "--check-integrity", "--served-model-name", "tiny", "dummy:tiny")  # fmt: skip
     yield live
+    live.wait_until_quiet()
     assert live.stop() == 0, log.read_text()
 
 
@@ -25,4 +26,5 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     log = tmp_path_factory.mktemp("stub") / "log"
     live = start(log, "stub", "--num-blocks", "1024", "--check-integrity", engine=STUB)
     yield live
+    live.wait_until_quiet()
     assert live.stop() == 0, log.read_text()

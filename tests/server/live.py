@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 120.0  # seconds for anything that must happen; a loaded machine is slow, and nothing waits this long in vain
 STUB = ("research_engine.server.stub_engine:stub_parts", "research_engine.server.stub_engine:stub_tokenizer")
 
+NOTHING = ("running", "waiting", "unanswered", "kv_utilization")  # of /stats, when all is quiet
+
 
 @dataclass
 class Answer:
@@ -123,6 +125,10 @@ class LiveServer:
             assert time.monotonic() < end, f"never so: {stats}"
             time.sleep(0.02)
         return stats
+
+    def wait_until_quiet(self) -> None:
+        """Until it serves nobody, holds no block and owes no answer; fails where that never comes."""
+        self.wait_until(lambda stats: not any(stats[name] for name in NOTHING))
 
     def stop(self) -> int:
         """End it as an orchestrator does; the exit code."""

@@ -22,6 +22,7 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     log = tmp_path_factory.mktemp("embedder") / "log"
     live = start(log, "embedder", engine=EMBEDDING)
     yield live
+    live.wait_until_quiet()
     assert live.stop() == 0, log.read_text()
 
 
@@ -89,6 +90,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     live = start(log, "dummy:tiny", "--device", "cpu", "--runner", "pooling", "--scheduler", "sjf",
                  "--max-model-len", "64", "--check-integrity")  # fmt: skip
     yield live
+    live.wait_until_quiet()
     assert live.stop() == 0, log.read_text()
 
 

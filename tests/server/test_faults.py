@@ -22,6 +22,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     log = tmp_path_factory.mktemp("faulty") / "log"
     live = start(log, "faulty", engine=FAULTY)
     yield live
+    live.wait_until_quiet()
     assert live.stop() == 0, log.read_text()
 
 
@@ -37,7 +38,7 @@ def test_a_batch_that_fails_is_told_and_the_next_one_is_served(faulty: LiveServe
         assert "secret" not in error["message"] and "Traceback" not in error["message"]
     assert answer.status == 500
     assert faulty.complete(prompt="a", max_tokens=3)["choices"][0]["text"] == "abc"
-    faulty.wait_until(lambda stats: stats["running"] == 0 and stats["kv_utilization"] == 0)
+    faulty.wait_until_quiet()
     assert "Traceback" in faulty.log.read_text()  # the server's log has what the client is not told
 
 

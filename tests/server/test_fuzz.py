@@ -62,6 +62,7 @@ PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", 
 @pytest.mark.parametrize("path", PATHS)
 def test_made_up_requests_are_answered_or_refused(stub: LiveServer, path: str) -> None:
     statuses = fuzz(stub, path, 40)
+    stub.wait_until_quiet()
     assert sum(statuses.values()) >= 20
     assert stub.complete(prompt="a", max_tokens=3)["choices"][0]["text"] == "abc"
 
@@ -72,5 +73,5 @@ if __name__ == "__main__":
         for path in PATHS:
             print(path, dict(fuzz(live, path, int(sys.argv[1]))), flush=True)
         assert live.complete(prompt="a", max_tokens=3)["choices"][0]["text"] == "abc"
-        live.wait_until(lambda stats: stats["running"] == 0)
+        live.wait_until_quiet()
         sys.exit(live.stop())

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,11 +25,8 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     log = tmp_path_factory.mktemp("slow") / "log"
     live = start(log, "slow", "--max-num-seqs", "4", "--max-num-queued-reqs", "2", engine=SLOW)
     yield live
+    live.wait_until_quiet()
     assert live.stop() == 0, log.read_text()
-
-
-def is_empty(stats: dict[str, Any]) -> bool:
-    return stats["running"] == stats["waiting"] == 0 and stats["kv_utilization"] == 0
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -38,7 +34,7 @@ def test_a_client_that_leaves_takes_its_request_with_it(slow: LiveServer, stream
     connection = slow.send(stream=streamed, n=2)
     slow.wait_until(lambda stats: stats["running"] == 2)
     connection.close()
-    slow.wait_until(is_empty)
+    slow.wait_until_quiet()
 
 
 def test_beyond_the_queues_limit_a_request_is_refused_at_once_and_told_when_to_return(slow: LiveServer) -> None:
@@ -54,7 +50,7 @@ def test_beyond_the_queues_limit_a_request_is_refused_at_once_and_told_when_to_r
         assert int(answer.headers["retry-after"]) >= 1
     for connection in held:
         connection.close()
-    slow.wait_until(is_empty)
+    slow.wait_until_quiet()
     assert slow.complete(prompt="a", max_tokens=2)["choices"][0]["text"] == "ab"
 
 
@@ -160,4 +156,4 @@ def test_many_at_once_all_get_their_own_answer(stub: LiveServer) -> None:
         answers = list(pool.map(lambda n: stub.complete(prompt="a", max_tokens=n), lengths))
     alphabet = "abcdefghijklmnopqrstuvwxyz" * 3
     assert [answer["choices"][0]["text"] for answer in answers] == [alphabet[:n] for n in lengths]
-    stub.wait_until(is_empty)
+    stub.wait_until_quiet()

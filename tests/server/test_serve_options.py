@@ -152,6 +152,18 @@ def test_a_file_holds_any_of_them_and_flags_beat_it(tmp_path: Path) -> None:
         parse(["--config", str(tmp_path / "list.yaml")])
 
 
+def test_a_file_that_becomes_more_than_a_configuration_is_refused_before_it_does(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, 9)]
+    path = tmp_path / "serve.yaml"
+    for text, says in (("\n".join(lines), "more than 100,000 values"), ("model: &a [*a]", "what it lies in")):
+        path.write_text(text)
+        with pytest.raises(OptionError, match=f"config = .*serve.yaml': cannot be read: (?s:.*){says}"):
+            parse(["--config", str(path)])
+    path.write_text("")  # as good as none
+    assert parse(["m", "--config", str(path)]).engine.model == "m"
+
+
 def test_what_a_start_writes_starts_the_same_again(tmp_path: Path) -> None:
     words = "dummy:tiny --api-key secret --served-model-name a --scheduler vtc --scheduler-params weight_output=3.0"
     options = parse(words.split())

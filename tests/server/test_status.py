@@ -64,8 +64,8 @@ def test_the_timeline_has_the_steps_after_the_one_that_is_known(server: LiveServ
     server.complete(prompt=[65, 66, 67], max_tokens=3, ignore_eos=True)
     stats = server.get(f"/stats?since={last}").json()
     assert set(stats) == {
-        "now", "running", "waiting", "kv_utilization", "prompt_tokens_total", "generation_tokens_total", "model",
-        "scheduler", "steps",
+        "now", "running", "waiting", "unanswered", "kv_utilization", "prompt_tokens_total",
+        "generation_tokens_total", "model", "scheduler", "steps",
     }  # fmt: skip
     steps = stats["steps"]
     assert [(s["num_tokens"], s["num_prefill_tokens"], s["num_decode_tokens"], s["num_requests"]) for s in steps] == [

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import platform
 import re
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
-from research_engine import cli, kernels
+from research_engine import __version__, cli, kernels
+from research_engine.kernels._extension import _Missing
 from research_engine.options import EngineOptions, choose_device
 from research_engine.server.engine_source import EngineSource
 from research_engine.server.live_records import LiveRecords
@@ -20,6 +25,7 @@ from research_engine.server.serve_options import ServerOptions
 from tests.server.faulty import FAULTY, SLOW
 from tests.server.live import DEADLINE, STUB, Answer, LiveServer, start
 
+build_info_module = importlib.import_module("research_engine.kernels.build_info")  # the package has its function's name
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 KEY = {"authorization": "Bearer secret"}
 TEXT = "/v1/completions"
@@ -232,6 +238,26 @@ def test_the_defaults_and_names_that_the_page_tells_are_the_servers(
     flags = cli_help(capsys)
     for flag in set(re.findall(r"`(--[a-z-]+)", PAGE)):
         assert flag in flags, flag
+
+
+def test_a_start_writes_the_versions_that_two_machines_are_compared_by(stub: LiveServer) -> None:
+    (path,) = (stub.log.parent / "configs").iterdir()
+    versions = yaml.safe_load(path.read_text())["resolved"]["versions"]
+    installed = {name: metadata.version(name) for name in versions if name not in ("research_engine", "python")}
+    assert "among `versions`" in PAGE
+    assert {"torch", "transformers", "msgspec"} <= set(installed)
+    assert versions == {"research_engine": __version__, "python": platform.python_version(), **installed}
+
+
+def test_kernels_of_another_python_are_told_as_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = _Missing(ImportError("No module named 'research_engine._C'"))
+    for words in ("The kernels are not built (", "research_engine._C, the compiled kernels, cannot be imported"):
+        assert f"`{words}" in PAGE
+    monkeypatch.setattr(build_info_module, "_C", missing)
+    (problem,) = build_info_module.build_info()["problems"]
+    assert problem.startswith("The kernels are not built (")
+    with pytest.raises(ImportError, match=r"^research_engine._C, the compiled kernels, cannot be imported"):
+        _ = missing.rms_norm
 
 
 def test_a_cache_that_is_too_small_shows_in_the_preemptions(tmp_path: Path) -> None:

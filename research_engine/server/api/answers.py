@@ -91,10 +91,10 @@ def start(
     *,
     stream: bool,
 ) -> Generation:
-    """Hand prompts to the engine.
+    """Hand prompts to the engine, for as long as the caller is within the generation's context.
 
     Raises:
-        ApiError: 503, the server is shutting down or its engine is not running.
+        ApiError: 400, a number cannot be sent; 503, the server is shutting down or its engine is not running.
     """
     if context.draining:
         raise unavailable("the server is shutting down", "shutting_down")
@@ -160,9 +160,6 @@ async def stream(
         generation.abort()
         await call.end_events(b"data: " + told.body() + b"\n\n" + DONE)
         return
-    except BaseException:
-        generation.abort()
-        raise
     await call.end_events(data + last() + DONE)
 
 

@@ -61,13 +61,13 @@ async def chat_completions(context: ServerContext, call: Call) -> None:
     await check_form(context, form, request)
     answer_id = new_id("chatcmpl")
     streamed = bool(request.stream)
-    generation = start(context, call, answer_id, [prompt], sampling, request, stream=streamed)
-    answer = _Answer(context, request, answer_id, generation, len(prompt), names)
-    if streamed:
-        await stream(call, generation, answer.events, answer.last_event)
-    else:
-        deltas = await whole(call, generation)
-        await call.reply(answer.body(deltas))
+    with start(context, call, answer_id, [prompt], sampling, request, stream=streamed) as generation:
+        answer = _Answer(context, request, answer_id, generation, len(prompt), names)
+        if streamed:
+            await stream(call, generation, answer.events, answer.last_event)
+        else:
+            deltas = await whole(call, generation)
+            await call.reply(answer.body(deltas))
 
 
 async def chat_prompt(

@@ -59,13 +59,13 @@ async def completions(context: ServerContext, call: Call) -> None:
     await check_form(context, form, request)
     answer_id = new_id("cmpl")
     streamed = bool(request.stream)
-    generation = start(context, call, answer_id, prompts, sampling, request, stream=streamed)
-    answer = _Answer(context, request, answer_id, generation, prompts, texts, nothing)
-    if streamed:
-        await stream(call, generation, answer.events, answer.last_event)
-    else:
-        deltas = await whole(call, generation)
-        await call.reply(answer.body(deltas))
+    with start(context, call, answer_id, prompts, sampling, request, stream=streamed) as generation:
+        answer = _Answer(context, request, answer_id, generation, prompts, texts, nothing)
+        if streamed:
+            await stream(call, generation, answer.events, answer.last_event)
+        else:
+            deltas = await whole(call, generation)
+            await call.reply(answer.body(deltas))
 
 
 def _check(request: CompletionRequest, max_logprobs: int) -> None:

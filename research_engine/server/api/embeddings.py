@@ -33,6 +33,8 @@ async def embeddings(context: ServerContext, call: Call) -> None:
     prompts = await _inputs(context, request)
     try:
         embedded = await context.client.embed(prompts)
+    except OverflowError:
+        raise invalid("input holds a token id out of range: integers have 64 bits", "input") from None
     except (RefusedError, EngineDeadError) as error:
         raise of_engine(error, "input") from None
     data = []

@@ -76,6 +76,7 @@ def _stats(context: ServerContext, since: int) -> dict[str, Any]:
         "now": 0.0 if ready is None else time.perf_counter() - ready.clock_zero,
         "running": snapshot.running,
         "waiting": snapshot.waiting,
+        "unanswered": client.num_unanswered,
         "kv_utilization": snapshot.kv_utilization,
         "prompt_tokens_total": snapshot.counters.get("prompt_tokens", 0),
         "generation_tokens_total": snapshot.counters.get("generation_tokens", 0),

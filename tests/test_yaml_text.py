@@ -9,9 +9,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments import yaml_text
 from experiments.config import ConfigError, load_experiment
-from experiments.yaml_text import MOST_VALUES, read_yaml, value_of
+from research_engine import yaml_text
+from research_engine.yaml_text import MOST_VALUES, read_yaml, value_of
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
