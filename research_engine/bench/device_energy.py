@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 
 
@@ -13,7 +14,7 @@ def energy_counter(index: int = 0) -> Callable[[], float] | None:
     tells of less than a second is coarse.
 
     Args:
-        index: of the GPU as the driver counts, CUDA_VISIBLE_DEVICES left aside.
+        index: of the GPU among those that CUDA_VISIBLE_DEVICES names, or among all.
 
     Returns:
         None where there is no such driver, GPU or counter.
@@ -23,7 +24,15 @@ def energy_counter(index: int = 0) -> Callable[[], float] | None:
     except OSError:
         return None
     device, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
-    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)):
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    name = visible[index] if index < len(visible) else str(index)
+    if nvml.nvmlInit_v2():
+        return None
+    if name.isdigit():
+        missing = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(device))
+    else:
+        missing = nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(device))
+    if missing:
         return None
 
     def joules() -> float:

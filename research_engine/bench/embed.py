@@ -278,8 +278,11 @@ def _run_vllm(
         if ended.returncode:
             last = "\n".join(ended.stderr.strip().splitlines()[-15:])
             raise ValueError(f"vLLM in {python} ended with {ended.returncode}:\n{last}")
-        result = json.loads(answered.read_text())
-    return result["engine"], result["seconds"], np.array(result["vectors"], dtype=np.float32)
+        try:
+            result = json.loads(answered.read_text())
+            return result["engine"], result["seconds"], np.array(result["vectors"], dtype=np.float32)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"vllm_python = {python!r}: ended well and wrote no result: {error}") from error
 
 
 def report(result: EmbedBenchResult, console: Console) -> None:

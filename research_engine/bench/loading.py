@@ -134,6 +134,7 @@ def write_dummy(name: str, directory: Path, dtype: torch.dtype, device: torch.de
     Raises:
         ValueError: its weights are quantised.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from research_engine.loading.dummy import DUMMY_MODELS, DummyCheckpoint, hf_config
@@ -156,7 +157,11 @@ def write_dummy(name: str, directory: Path, dtype: torch.dtype, device: torch.de
     placed: dict[str, str] = {}
     for number, tensors in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_file({tensor: checkpoint.read(tensor, device).to(dtype).cpu() for tensor in tensors}, directory / file)
+        contents = {tensor: checkpoint.read(tensor, device).to(dtype).cpu() for tensor in tensors}
+        try:
+            save_file(contents, directory / file)
+        except SafetensorError as error:
+            raise ValueError(f"{directory / file}: cannot be written: {error}") from error
         placed |= dict.fromkeys(tensors, file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
     (directory / "config.json").write_text(json.dumps(hf_config(name)))

@@ -229,6 +229,8 @@ def measure(
 
     if options.save is not None:
         check_place(options.save, "save")
+    if not works:
+        raise ValueError("nothing to measure: no batch, no prompt and no pile of requests was given")
     config = loading.load_config(loading.resolve_model(options.model))
     longest = max(prompt + output for lengths in works.values() for prompt, output in lengths)
     if longest > options.max_model_len:
@@ -246,19 +248,21 @@ def measure(
     if options.max_num_batched_tokens is not None:
         shared["max_num_batched_tokens"] = options.max_num_batched_tokens
     together = max(map(len, works.values()))
-    warmup = [(min(64, longest), min(16, options.max_model_len - min(64, longest)))] * min(64, together)
+    head = min(64, longest - 1)
+    warmup = [(head, min(16, options.max_model_len - head))] * min(64, together)
     ours = {**shared, "scheduler": options.scheduler, "batch_invariant": options.batch_invariant}
     own = Job(options.model, ours, config.vocab_size, warmup, dict(works), dict(repeats))
     results = [run_job(own, on_work=lambda name: console.print(f"research_engine: {name}", highlight=False))]
     error, is_saved = None, True
-    if options.compare == "vllm":
-        try:
+    try:
+        if options.compare == "vllm":
             results.append(_run_vllm(options, config, own, shared))
-        except ValueError as its_own:
-            error = its_own
-    if options.save is not None:
-        text = json.dumps({"job": asdict(own), "results": [asdict(result) for result in results]}, indent=1)
-        is_saved = save(options.save, text + "\n")
+    except ValueError as its_own:
+        error = its_own
+    finally:  # Ctrl-C leaves what was measured, too
+        if options.save is not None:
+            text = json.dumps({"job": asdict(own), "results": [asdict(result) for result in results]}, indent=1)
+            is_saved = save(options.save, text + "\n")
     return Measured(results, error, is_saved)
 
 
@@ -283,4 +287,7 @@ def _run_vllm(options: EngineChoice, config: ModelConfig, own: Job, shared: Mapp
         if ended.returncode:
             last = "\n".join(ended.stderr.strip().splitlines()[-15:])
             raise ValueError(f"vLLM in {python} ended with {ended.returncode}:\n{last}")
-        return JobResult(**json.loads((directory / "result.json").read_text()))
+        try:
+            return JobResult(**json.loads((directory / "result.json").read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f"vllm_python = {python!r}: ended well and wrote no result: {error}") from error

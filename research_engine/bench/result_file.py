@@ -21,6 +21,8 @@ def check_place(path: Path, option: str) -> None:
     """
     if path.is_dir():
         raise ValueError(f"{option} = {str(path)!r}: is a directory; it must be a file")
+    if path.exists() and not path.is_file():  # a device is written into
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent) as file:
@@ -61,13 +63,18 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """As `write_text`."""
+    """As `write_text`, through symbolic links; what is there and is no regular file, a device say, is written into."""
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
     handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        Path(name).chmod(0o644)
+        Path(name).chmod(mode)
         Path(name).replace(path)
     finally:
         Path(name).unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from research_engine.bench.result_file import check_place
 from research_engine.calibration.designs import PARTS, Design, Limits, basis_of, make_designs
 from research_engine.calibration.device_timer import timer_of
 from research_engine.calibration.machine import machine_facts, waits_for
@@ -108,6 +109,10 @@ def main(options: Annotated[ProfileOptions, tyro.conf.arg(name="")]) -> int:
         options: what to measure, on what.
     """
     console = Console()
+    for path, option in ((options.out, "out"), (options.measurement, "measurement")):
+        if path is not None:
+            check_place(path, option)
+    found = None
     if options.from_run is not None:
         profile = from_run(options)
     elif options.from_measurement is not None:
@@ -115,12 +120,6 @@ def main(options: Annotated[ProfileOptions, tyro.conf.arg(name="")]) -> int:
     else:
         with _bar() as advance:
             found = measure(options, advance)
-        if options.measurement is not None:
-            try:
-                found.save(options.measurement)
-            except OSError as error:
-                rule = f"it cannot be written ({error.strerror})"
-                raise ValueError(f"measurement = {options.measurement}: {rule}") from error
         profile = fit(found)
     out = options.out or Path(_file_name(profile))
     try:
@@ -129,6 +128,12 @@ def main(options: Annotated[ProfileOptions, tyro.conf.arg(name="")]) -> int:
         raise ValueError(f"out = {out}: it cannot be written ({error.strerror})") from error
     console.print(error_table(profile))
     print(f"wrote {out}; simulate it with cost_model=profiled:{out}")
+    if options.measurement is not None and found is not None:
+        try:
+            found.save(options.measurement)
+        except OSError as error:
+            rule = f"it cannot be written ({error.strerror})"
+            raise ValueError(f"measurement = {options.measurement}: {rule}") from error
     return 0
 
 

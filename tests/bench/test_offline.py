@@ -106,6 +106,8 @@ def test_the_other_engine_gets_the_same_settings_in_its_own_process(tmp_path, mo
         (["throughput", "--save", "/no/such/place.json"], "there is no directory /no/such"),
         (["throughput", "--save", "/"], "save = '/': is a directory; it must be a file"),
         (["latency", "--batches", "300"], "at most max_num_seqs = 256 run together"),
+        (["engine", "--pile", "0", "0", "0", "--batches", "--prompts"], "nothing to measure"),
+        (["engine", "--pile", "1", "0", "1"], "must be three integers >= 1, or 0 0 0 for none"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_a_model_is_loaded(arguments, rule, capsys):
@@ -158,3 +160,21 @@ def test_the_other_engine_does_not_see_this_projects_modules_as_its_own(tmp_path
     arguments = ["bench", "throughput", "dummy:tiny", "--num-prompts", "1", "--input-len", "4",
                  "--output-len", "1", "--max-model-len", "16", "--compare", "vllm"]  # fmt: skip
     assert cli.main(arguments) == 0
+
+
+def test_requests_as_long_as_the_model_takes_are_measured():
+    arguments = ["bench", "engine", "dummy:tiny", "--pile", "0", "0", "0", "--batches", "1", "--prompts", "10",
+                 "--input-len", "10", "--output-len", "9", "--repeats", "1", "--max-num-seqs", "4",
+                 "--max-model-len", "20"]  # fmt: skip
+    assert cli.main(arguments) == 0
+
+
+def test_an_interpreter_that_writes_no_result_loses_nothing_of_ours(tmp_path, capsys):
+    saved = tmp_path / "own.json"
+    arguments = ["bench", "throughput", "dummy:tiny", "--num-prompts", "1", "--input-len", "4", "--output-len", "1",
+                 "--max-model-len", "16", "--compare", "vllm", "--vllm-python", "/bin/true",
+                 "--save", str(saved)]  # fmt: skip
+    assert cli.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert "ended well and wrote no result" in printed.err and "requests/s" in printed.out
+    assert len(json.loads(saved.read_text())["results"]) == 1
