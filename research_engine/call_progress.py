@@ -31,7 +31,10 @@ def progress_bar(total: int, *, enabled: bool) -> Iterator[Callable[[int, int], 
 
 @contextmanager
 def interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Holds Ctrl-C back until the yielded function is called, so that no step is torn; a second press acts at once."""
+    """Holds Ctrl-C back until the yielded function is called, so that no step is torn; a second press acts at once.
+
+    Where somebody else handles SIGINT, as asyncio.run does, and in other threads than the main one, it changes nothing.
+    """
     pressed = False
 
     def remember(signum: int, frame: object) -> None:

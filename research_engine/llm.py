@@ -338,7 +338,8 @@ class LLM:
             PolicyError: the policy broke a rule, raised, took longer than `schedule_limit`, or does not come back at
                 all, of which the last is noticed in the main thread alone. All requests of this call are aborted.
             KeyboardInterrupt: Ctrl-C, after the step in progress (at once when pressed twice); all requests of this
-                call are aborted, and the engine stays usable.
+                call are aborted, and the engine stays usable. Where somebody else handles SIGINT, as asyncio.run does,
+                what Ctrl-C does is theirs to say.
         """
         many = self._many(prompts)
         resolved = [self._resolve(prompt, index) for index, prompt in enumerate(many)]
@@ -477,8 +478,8 @@ class LLM:
             raise ValueError(f"{self.options.model} embeds (task = 'embed') and does not generate; use LLM.embed")
         self._num_calls += 1
         groups: list[list[_Draft]] = []
-        try:
-            with overdue_calls_end(self.engine):
+        with overdue_calls_end(self.engine):
+            try:
                 for index, ((_, ids), sampling) in enumerate(zip(prompts, params, strict=True)):
                     added = self.engine.add_request(f"{self._num_calls}-{index}", ids, sampling)
                     groups.append([_Draft(request) for request in added])
@@ -487,11 +488,11 @@ class LLM:
                     interrupts_between_steps() as check_interrupt,
                 ):
                     self._serve(groups, advance, check_interrupt)
-        except BaseException:
-            for index in range(len(prompts)):  # the one whose arrival the policy failed at included
-                with suppress(PolicyError):  # of an event that fails again; the first error is the one to tell
-                    self.engine.abort(f"{self._num_calls}-{index}")
-            raise
+            except BaseException:
+                for index in range(len(prompts)):  # the one whose arrival the policy failed at included
+                    with suppress(PolicyError):  # of an event that fails again; the first error is the one to tell
+                        self.engine.abort(f"{self._num_calls}-{index}")
+                raise
         return [self._output(text, group) for (text, _), group in zip(prompts, groups, strict=True)]
 
     def _serve(

@@ -324,6 +324,27 @@ def test_a_policy_that_never_comes_back_ends_the_call_and_leaves_the_engine_clea
     assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=3), use_tqdm=False)) == len(PROMPTS)
 
 
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals reach the main thread")
+def test_an_event_that_never_ends_is_broken_off_while_a_call_is_cleaned_up_too(llm, monkeypatch):
+    came_back = []
+
+    def fail(view):
+        raise RuntimeError("boom")
+
+    def hang(request):
+        threading.Event().wait(60)
+        came_back.append(request.id)
+
+    monkeypatch.setattr(llm.engine._policy, "patience", 0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.scheduler, "schedule", fail)
+        patch.setattr(llm.engine.scheduler, "on_finish", hang, raising=False)
+        with pytest.raises(PolicyError, match="schedule raised RuntimeError: boom"):
+            llm.generate("a", SamplingParams(max_tokens=3), use_tqdm=False)
+    assert not came_back
+    assert all_blocks_free(llm)
+
+
 @pytest.mark.parametrize(
     ("model", "quantization", "rule"),
     [("dummy:tiny", "awq", "dummy:tiny has weights that are not quantised, and loading quantises none"),

@@ -146,7 +146,9 @@ class GuardedPolicy:
     def _told(self, error: BaseException) -> str:
         """What a call did that ended with an error."""
         if isinstance(error, Overdue):
-            return f"did not return within {self.patience:g} s; it was in {error.where()}"
+            self.is_called = False  # it may have struck in the midst of _call's end
+            where = error.where(type(self.scheduler).__module__)
+            return f"did not return within {self.patience:g} s; it was in {where}"
         return f"raised {type(error).__name__}: {error}"
 
     def _error(

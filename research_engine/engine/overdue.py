@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 _SIGNAL = getattr(signal, "SIGRTMIN", None)  # where the system has none, nothing is watched
-_LIBRARIES = os.path.dirname(os.__file__)  # of Python, and of what is installed beneath it
 _LOOKS = 8  # at a call, over the time that it may take
 
 
 class Overdue(BaseException):
     """Raised in the midst of a policy's call; no Exception, for a policy that catches those would catch it, too."""
 
-    def where(self) -> str:
-        """File, line and function that it ended: the innermost that is not a library's."""
-        frame, there = self.__traceback__, ""
-        while frame is not None:
-            code = frame.tb_frame.f_code
-            if code.co_filename != __file__ and not code.co_filename.startswith(_LIBRARIES):  # nor the signal's handler
-                there = f"{code.co_filename}:{frame.tb_lineno}, {code.co_name}"
-            frame = frame.tb_next
+    def where(self, module: str) -> str:
+        """File, line and function that it ended: the innermost of the policy's module, else the innermost of all."""
+        there, is_own = "", False
+        for frame, line in walk_tb(self.__traceback__):
+            code, name = frame.f_code, frame.f_globals.get("__name__")
+            if name == __name__:  # the signal's handler
+                continue
+            if name == module or not is_own:
+                there, is_own = f"{code.co_filename}:{line}, {code.co_name}", name == module
         return there
 
 
@@ -38,7 +38,8 @@ def overdue_calls_end(engine: Engine) -> Iterator[None]:
 
     A thread looks from time to time, and signals the main thread when it sees the same call too often. Looks count, not
     seconds: a machine that slept is not blamed on the policy. The signal also ends a sleep and a wait for a lock, but
-    no single operation of C code. In other threads than the main one, where no signal arrives, nothing is watched.
+    no single operation of C code. A call that catches it and goes on gets it again each time its patience has passed.
+    In other threads than the main one, where no signal arrives, nothing is watched.
     """
     policy, main = engine._policy, threading.main_thread()
     if _SIGNAL is None or threading.current_thread() is not main or policy.patience == math.inf:
@@ -48,7 +49,6 @@ def overdue_calls_end(engine: Engine) -> Iterator[None]:
 
     def end_call(signum: int, frame: Any) -> None:
         if policy.is_called and policy.calls == overdue:  # it may have come back since the last look
-            policy.is_called = False
             raise Overdue
 
     def watch() -> None:

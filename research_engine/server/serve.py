@@ -51,6 +51,7 @@ def run(options: ServeOptions, source: EngineSource) -> int:
     Raises:
         ValueError: an option, the model's name or a scheduler's parameter is wrong.
     """
+    _open_closed_streams()
     logging.basicConfig(
         level=options.server.log_level.upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
@@ -65,6 +66,17 @@ def run(options: ServeOptions, source: EngineSource) -> int:
         logging.shutdown()
         os._exit(code)
     return code
+
+
+def _open_closed_streams() -> None:
+    """Open what was closed at the start as /dev/null, for the engine process too: no socket may get these numbers."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number that is free
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 class _HttpServer(uvicorn.Server):

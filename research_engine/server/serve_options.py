@@ -50,7 +50,7 @@ class ServerOptions:
         shutdown_timeout: seconds that running requests get when the server is told to end.
         restart_engine: how often an engine process that died is started again before the server ends, too.
         step_timeout: seconds that a step may take, the policy's decision included, before the engine is taken for hung
-            and its process ended; 0 sets no limit.
+            and its process ended, at least 0.1; 0 sets no limit.
         enable_prompt_tokens_details: usage says how many prompt tokens the prefix cache held.
         allowed_origins: origins whose pages may call the server from a browser.
         ssl_keyfile, ssl_certfile: serve HTTPS.
@@ -96,9 +96,11 @@ class ServerOptions:
         for name in ("max_body_mib", "max_header_kib", "client_timeout"):
             if not 0 < getattr(self, name) < math.inf:
                 raise OptionError(f"{name} = {getattr(self, name)!r}: must be finite and > 0")
-        for name in ("max_logprobs", "shutdown_timeout", "restart_engine", "step_timeout"):
+        for name in ("max_logprobs", "shutdown_timeout", "restart_engine"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise OptionError(f"{name} = {getattr(self, name)!r}: must be finite and >= 0")
+        if self.step_timeout != 0 and not 0.1 <= self.step_timeout < math.inf:
+            raise OptionError(f"step_timeout = {self.step_timeout!r}: must be finite and >= 0.1, or 0 for no limit")
         levels = ("critical", "error", "warning", "info", "debug")
         if self.log_level not in levels:
             raise OptionError(

@@ -8,13 +8,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, islice
+from types import SimpleNamespace
 
 import pytest
 
 import schedulers
 from research_engine.calibration.designs import Design, Limits, make_designs
 from research_engine.calibration.device_timer import FIRST_HOLD, HostTimer
-from research_engine.calibration.measure import Bench
+from research_engine.calibration.measure import Bench, _Timed
 from research_engine.calibration.measurement import Measurement
 from research_engine.calibration.profile import (
     ProfileOptions,
@@ -242,7 +243,27 @@ def test_a_device_by_itself_is_held_until_it_has_all_of_a_step_and_the_host_is_t
     assert [sample.device for sample in samples] == [3.0]  # a step as long as that is measured once
     assert 0 < samples[0].handover < 3.0
     assert timer.held[0] == FIRST_HOLD
-    assert timer.held[-1] > samples[0].handover or len(timer.held) > 2
+
+
+def test_the_next_step_is_held_for_twice_the_last_handover_and_one_not_held_long_enough_has_no_time(monkeypatch):
+    now, takes = 0.0, iter([0.01, 0.03, 0.03, 9.0, 0.05])
+
+    class Slow:
+        def execute(self, batch):
+            nonlocal now
+            now += next(takes)
+            return SimpleNamespace(wait=lambda: StepResult({}))
+
+    monkeypatch.setattr("research_engine.calibration.measure.time", SimpleNamespace(perf_counter=lambda: now))
+    timer = Apart()
+    timed = _Timed(Slow(), timer)
+    batch = SimpleNamespace(received=[])
+    devices = []
+    for _ in range(5):
+        timed.execute(batch)
+        devices.append(timed.device)
+    assert timer.held == pytest.approx([FIRST_HOLD, 0.021, 0.061, 0.061, 0.1])
+    assert devices == pytest.approx([3.0, math.nan, 3.0, math.nan, 3.0], nan_ok=True)
 
 
 @pytest.fixture(scope="module")

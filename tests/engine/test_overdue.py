@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 
+from research_engine.engine import overdue
 from research_engine.engine.contract import EngineView, Request, SchedulePlan
 from research_engine.engine.driver import Arrival, replay
 from research_engine.engine.engine import Engine
@@ -37,6 +41,14 @@ def waits_for_ever() -> None:
 
 def sleeps_for_ever() -> None:
     time.sleep(1e8)
+
+
+def holds_on() -> None:
+    """Lets go of the third signal alone."""
+    for _ in range(2):
+        with suppress(BaseException):
+            waits_for_ever()
+    sleeps_for_ever()
 
 
 class Hangs(ChunkedPrefill):
@@ -79,6 +91,88 @@ def test_a_decision_that_never_comes_is_an_error_that_says_where_it_was(how: Cal
     assert_empty(engine)
 
 
+def test_a_call_that_catches_everything_is_ended_again_until_it_lets_go() -> None:
+    with pytest.raises(PolicyError, match=r"did not return within 0.5 s; it was in .*, sleeps_for_ever"):
+        replay(engine_with(holds_on), ARRIVALS)
+
+
+INSTALLED = """
+class Installed(Base):
+    def schedule(self, view):
+        dumps([self], default=for_ever)
+
+def for_ever(value):
+    wait()
+"""
+
+
+def test_the_place_is_the_policys_own_line_even_among_the_libraries_and_whatever_it_called() -> None:
+    names = {"Base": ChunkedPrefill, "dumps": json.dumps, "wait": waits_for_ever, "__name__": "installed"}
+    exec(compile(INSTALLED, json.__file__.replace("__init__", "installed"), "exec"), names)
+    engine = make_engine(names["Installed"]())
+    engine._policy.patience = 0.5
+    with pytest.raises(PolicyError, match=r"it was in .*installed.py:\d, for_ever"):
+        replay(engine, ARRIVALS)
+
+
+class ByHand(threading.Event):
+    """What the watch waits with, that looks when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked: SimpleQueue[None] = SimpleQueue()  # a signal in its midst leaves no lock held
+        self._due: SimpleQueue[None] = SimpleQueue()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._asked.put(None)
+        self._due.get()
+        return self.is_set()
+
+    def set(self) -> None:
+        super().set()
+        self._due.put(None)
+
+    def look(self, times: int) -> None:
+        """Returns when the looks are over, and what they led to."""
+        for _ in range(times):
+            self._asked.get()
+            self._due.put(None)
+        self._asked.get()
+        self._asked.put(None)
+
+
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> ByHand:
+    """The watch of the engines of a test."""
+    watch = ByHand()
+    names = {name: getattr(threading, name) for name in ("Thread", "main_thread", "current_thread")}
+    monkeypatch.setattr(overdue, "threading", SimpleNamespace(Event=lambda: watch, **names))
+    return watch
+
+
+MOST_LOOKS = 9  # the first sees the call, and eight its patience
+
+
+def test_a_call_just_within_its_patience_is_left_alone_and_one_beyond_is_not(by_hand: ByHand) -> None:
+    policy, came_back = engine_with(None)._policy, []
+    with overdue_calls_end(SimpleNamespace(_policy=policy)):  # type: ignore[arg-type]
+        for _ in range(2):  # two calls are not one of twice the length
+            policy._call(by_hand.look, MOST_LOOKS)
+            came_back.append(policy.calls)
+        with pytest.raises(Overdue):
+            policy._call(by_hand.look, MOST_LOOKS + 1)
+    assert came_back == [1, 2]
+
+
+def test_a_signal_meant_for_an_earlier_call_ends_no_later_one(by_hand: ByHand, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, sent = engine_with(None)._policy, []
+    monkeypatch.setattr(signal, "pthread_kill", lambda *args: sent.append(args))
+    with overdue_calls_end(SimpleNamespace(_policy=policy)):  # type: ignore[arg-type]
+        policy._call(by_hand.look, MOST_LOOKS + 1)
+        assert len(sent) == 1  # and arrives late
+        policy._call(signal.raise_signal, signal.SIGRTMIN)
+
+
 def test_a_run_that_is_to_go_on_goes_on_past_it() -> None:
     engine = engine_with(waits_for_ever, on_fault="go_on")
     replay(engine, ARRIVALS)
@@ -95,10 +189,11 @@ def test_an_event_that_never_ends_is_an_error_too() -> None:
 
 
 def test_nothing_is_left_of_the_watch_after_a_run() -> None:
-    before, threads = signal.getsignal(signal.SIGRTMIN), threading.active_count()
+    before = signal.getsignal(signal.SIGRTMIN)
     engine = engine_with(None)
     replay(engine, ARRIVALS)
-    assert (signal.getsignal(signal.SIGRTMIN), threading.active_count()) == (before, threads)
+    assert signal.getsignal(signal.SIGRTMIN) == before
+    assert "overdue calls" not in [thread.name for thread in threading.enumerate()]
     assert [record.output_tokens for record in engine.records.requests] == [6, 6]
 
 

@@ -141,13 +141,16 @@ class LiveServer:
                 self.process.kill()
 
 
-def start(log: Path, *flags: str, engine: tuple[str, str] | None = None, **environment: str) -> LiveServer:
+def start(
+    log: Path, *flags: str, engine: tuple[str, str] | None = None, mute: bool = False, **environment: str
+) -> LiveServer:
     """Start a server on a free port and wait until it serves.
 
     Args:
         engine: names of the functions that make its engine and tokenizer; the real ones when None.
+        mute: with standard error closed.
     """
-    process = launch(log, *flags, engine=engine, **environment)
+    process = launch(log, *flags, engine=engine, mute=mute, **environment)
     assert process.stdout is not None
     end = time.monotonic() + DEADLINE
     while True:
@@ -160,11 +163,14 @@ def start(log: Path, *flags: str, engine: tuple[str, str] | None = None, **envir
             raise AssertionError(f"the server did not start:\n{log.read_text()}")
 
 
-def launch(log: Path, *flags: str, engine: tuple[str, str] | None = None, **environment: str) -> subprocess.Popen[str]:
+def launch(
+    log: Path, *flags: str, engine: tuple[str, str] | None = None, mute: bool = False, **environment: str
+) -> subprocess.Popen[str]:
     """Start a server; it may or may not come to serve."""
     command = ["research_engine.cli", "serve"] if engine is None else ["tests.server.run_server", *engine]
     known = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    shell = ["sh", "-c", 'exec "$@" 2>&-', "sh"] if mute else []
     return subprocess.Popen(
-        [sys.executable, "-m", *command, "--port", "0", "--config-dir", str(log.parent / "configs"), *flags],
+        [*shell, sys.executable, "-m", *command, "--port", "0", "--config-dir", str(log.parent / "configs"), *flags],
         stdout=subprocess.PIPE, stderr=log.open("w"), text=True, cwd=ROOT, env=known,
     )  # fmt: skip

@@ -140,6 +140,13 @@ def test_an_engine_that_cannot_start_ends_the_server_with_1_and_a_users_mistake_
         assert says in (tmp_path / "log").read_text()
 
 
+def test_a_server_whose_standard_error_is_closed_serves_all_the_same(tmp_path: Path) -> None:
+    server = start(tmp_path / "log", "stub", engine=STUB, mute=True)
+    os.kill(server.engine_pid, signal.SIGUSR1)  # it tells nobody where it is, and goes on
+    assert server.complete(prompt="a", max_tokens=3)["choices"][0]["text"] == "abc"
+    assert server.stop() == 0
+
+
 def test_a_port_in_use_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

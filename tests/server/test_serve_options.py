@@ -80,6 +80,8 @@ def test_the_policies_that_compute_prompts_whole_are_those_that_give_a_rest_of_t
         ("--ssl-keyfile x", "ssl_certfile"),
         ("--ssl-keyfile x.pem --ssl-certfile y.pem", "ssl_certfile = 'y.pem', ssl_keyfile = 'x.pem': must be a cert"),
         ("--max-body-mib inf", "max_body_mib = inf"),
+        ("--step-timeout 1e-9", "step_timeout = 1e-09: must be finite and >= 0.1, or 0 for no limit"),
+        ("--step-timeout nan", "step_timeout = nan"),
         ("--config /nonexistent.yaml", "cannot be read"),
     ],
 )
