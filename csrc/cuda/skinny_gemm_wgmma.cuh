@@ -347,9 +347,9 @@ template <typename T, typename S> class Consumer {
   float sums_[S::kUnits][S::kTokens / 2];
 };
 
-template <typename T, typename S> __device__ __forceinline__ void run_block(const AfterPredecessor<Params>& after) {
+// `wait` ends when the kernels ahead have.
+template <typename T, typename S, typename Wait> __device__ __forceinline__ void run_block(const Params& p, const Wait& wait) {
   extern __shared__ __align__(1024) char raw[];
-  const Params& p = after.constants();  // only the weight is read before the wait
   const uint32_t ring = shared_address(raw), received = ring + p.stages * S::kStageBytes;
   auto* control = reinterpret_cast<Control*>(raw + p.stages * S::kStageBytes + received_bytes<S>(p.cluster_size));
   const int rank = p.cluster_size > 1 ? cluster_rank() : 0;
@@ -368,7 +368,7 @@ template <typename T, typename S> __device__ __forceinline__ void run_block(cons
   }
   __syncthreads();
   if (p.cluster_size > 1) cluster_arrive_relaxed();  // the barriers were released to the cluster above
-  after.wait();
+  wait();
   if (threadIdx.x < kConsumers) {
     Consumer<T, S>(p, ring, received, control, rank).run();
   } else {
@@ -382,7 +382,8 @@ template <typename T, typename S> __device__ __forceinline__ void run_block(cons
 template <typename T, typename S>
 __global__ void __launch_bounds__(kHasWgmma ? kThreads : 32, 1)
     skinny_gemm_wgmma_kernel(const __grid_constant__ AfterPredecessor<Params> after) {
-  if constexpr (kHasWgmma) run_block<T, S>(after);
+  const Params& p = after.constants();  // only the weight is read before the wait
+  if constexpr (kHasWgmma) run_block<T, S>(p, [&] { after.wait(); });
 }
 
 }  // namespace research_engine::cuda::wide
