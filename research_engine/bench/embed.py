@@ -10,8 +10,6 @@ from __future__ import annotations
 import gc
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from research_engine.bench.cpu import cpu_name, usable_cores
+from research_engine.bench.vllm_process import run_twin
 from research_engine.llm import LLM
 from research_engine.loading import load_config, resolve_model
 from research_engine.loading.dummy import DUMMY_MODELS
@@ -262,27 +261,13 @@ def _run_vllm(
     """vLLM's name, seconds and vectors, by an interpreter that has it."""
     import numpy as np
 
-    python = options.vllm_python or sys.executable
     job = {
         "model": model, "options": {"dtype": _dtype_name(options, device)}, "prompts": list(prompts),
         "repeats": options.repeats,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
-        asked, answered = Path(scratch) / "job.json", Path(scratch) / "result.json"
-        asked.write_text(json.dumps(job))
-        command = [python, str(Path(__file__).with_name("vllm_embed_twin.py")), str(asked), str(answered)]
-        try:
-            ended = subprocess.run(command, check=False, capture_output=True, text=True)
-        except OSError as error:
-            raise ValueError(f"vllm_python = {python!r}: cannot be run: {error}") from error
-        if ended.returncode:
-            last = "\n".join(ended.stderr.strip().splitlines()[-15:])
-            raise ValueError(f"vLLM in {python} ended with {ended.returncode}:\n{last}")
-        try:
-            result = json.loads(answered.read_text())
-            return result["engine"], result["seconds"], np.array(result["vectors"], dtype=np.float32)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"vllm_python = {python!r}: ended well and wrote no result: {error}") from error
+        result = run_twin("vllm_embed_twin.py", job, options.vllm_python, Path(scratch))
+    return result["engine"], result["seconds"], np.array(result["vectors"], dtype=np.float32)
 
 
 def report(result: EmbedBenchResult, console: Console) -> None:

@@ -8,8 +8,6 @@ latency     seconds per output token at fixed batches, from a call with one outp
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +20,7 @@ from rich.table import Table
 
 from research_engine.bench.offline_work import Job, JobResult, Length, lengths_from_csv
 from research_engine.bench.result_file import check_place, save
+from research_engine.bench.vllm_process import run_twin
 
 if TYPE_CHECKING:
     from research_engine.models.config import ModelConfig
@@ -268,7 +267,6 @@ def measure(
 
 def _run_vllm(options: EngineChoice, config: ModelConfig, own: Job, shared: Mapping[str, Any]) -> JobResult:
     """The job in a process of its own, by an interpreter that has vLLM."""
-    python = options.vllm_python or sys.executable
     with tempfile.TemporaryDirectory() as scratch:
         directory, others = Path(scratch), dict(shared)
         model = options.model
@@ -277,17 +275,5 @@ def _run_vllm(options: EngineChoice, config: ModelConfig, own: Job, shared: Mapp
 
             (directory / "config.json").write_text(json.dumps(hf_config(model)))
             model, others["load_format"] = str(directory), "dummy"
-        Job(model, others, config.vocab_size, own.warmup, own.works, own.repeats).write(directory / "job.json")
-        twin = Path(__file__).with_name("vllm_twin.py")
-        command = [python, str(twin), str(directory / "job.json"), str(directory / "result.json")]
-        try:
-            ended = subprocess.run(command, check=False, capture_output=True, text=True)
-        except OSError as error:
-            raise ValueError(f"vllm_python = {python!r}: cannot be run: {error}") from error
-        if ended.returncode:
-            last = "\n".join(ended.stderr.strip().splitlines()[-15:])
-            raise ValueError(f"vLLM in {python} ended with {ended.returncode}:\n{last}")
-        try:
-            return JobResult(**json.loads((directory / "result.json").read_text()))
-        except (OSError, ValueError, TypeError) as error:
-            raise ValueError(f"vllm_python = {python!r}: ended well and wrote no result: {error}") from error
+        job = Job(model, others, config.vocab_size, own.warmup, own.works, own.repeats)
+        return JobResult(**run_twin("vllm_twin.py", asdict(job), options.vllm_python, directory))

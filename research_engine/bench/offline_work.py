@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import csv
-import json
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,6 @@ class Job:
     warmup: list[Length]
     works: dict[str, list[Length]]
     repeats: dict[str, int] = field(default_factory=dict)
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
 
 
 @dataclass(frozen=True)
