@@ -46,6 +46,9 @@
 #include "paged_attention.cuh"
 #include "prefill_producer.cuh"
 #include "wgmma.cuh"
+#ifndef __CUDACC_RTC__
+#include "tensor_map.cuh"
+#endif
 
 namespace research_engine::cuda {
 namespace {
@@ -434,30 +437,11 @@ __global__ void __launch_bounds__(WgmmaShape<kD>::kThreads, 1) prefill_wgmma_ker
 }
 
 #ifndef __CUDACC_RTC__  // the host's part
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-
-EncodeTiled encode_tiled() {
-  static const EncodeTiled function = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found{};
-#if CUDART_VERSION >= 12050
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found), kOp);
-#else
-    check(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found), kOp);
-#endif
-    if (found != cudaDriverEntryPointSuccess) {
-      throw std::runtime_error(std::string(kOp) + ": this driver has no cuTensorMapEncodeTiled; CUDA 12 or later has");
-    }
-    return reinterpret_cast<EncodeTiled>(entry);
-  }();
-  return function;
-}
-
 CUtensorMap tensor_map(const TensorView& cache, int rank, const cuuint64_t* sizes, const cuuint64_t* strides,
                        const cuuint32_t* box) {
   const cuuint32_t steps[] = {1, 1, 1, 1, 1};
   CUtensorMap map{};
-  const CUresult status = encode_tiled()(
+  const CUresult status = encode_tiled(kOp)(
       &map, cache.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank, cache.data,
       sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
