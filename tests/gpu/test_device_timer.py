@@ -21,13 +21,14 @@ def _needs_cuda() -> None:
 
 
 def test_the_time_that_a_device_is_held_is_not_counted():
-    timer = timer_of("cuda")
+    timer, held = timer_of("cuda"), 0.4
     numbers = torch.ones(1024, 1024, device="cuda")
+    numbers @ numbers  # the first product of a process loads a library, which may take longer than the device is held
     torch.cuda.synchronize()
-    timer.begin(0.2)
+    timer.begin(held)
     numbers @ numbers
     timer.end()
-    assert 0 < timer.seconds() < 0.1
+    assert 0 < timer.seconds() < held / 2
 
 
 def test_a_profile_of_a_gpu_has_a_table_for_its_graphs_and_host_time_for_handing_them_over():
