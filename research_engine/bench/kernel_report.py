@@ -23,7 +23,7 @@ OURS = "research_engine"
 
 COLUMNS = (
     "op", "shape", "path", "implementation", "dtype", "device", "status", "note", "relative_error", "repeats",
-    "median_us", "first_quartile_us", "third_quartile_us", "bytes", "operations", "bytes_per_second",
+    "in_a_row", "median_us", "first_quartile_us", "third_quartile_us", "bytes", "operations", "bytes_per_second",
     "operations_per_second", "roofline_us", "roofline_percent", "bandwidth_ceiling", "bandwidth_ceiling_per_second",
     "product_ceiling_per_second", "launch_us",
 )  # fmt: skip
@@ -81,6 +81,7 @@ class KernelBenchResult:
         repeats: of each case.
         measurements: case by case, the project's own first.
         not_run: cases that were left when a fault made the device unusable.
+        in_a_row: calls that followed one another in each repeat; the seconds are one call's.
     """
 
     ceilings: dict[str, float]
@@ -89,6 +90,7 @@ class KernelBenchResult:
     repeats: int
     measurements: list[Measurement]
     not_run: int = 0
+    in_a_row: int = 1
 
     def roofline_seconds(self, work: Work) -> float:
         """The least time that the measured ceilings allow for this work (Williams et al., "Roofline", 2009)."""
@@ -104,7 +106,8 @@ class KernelBenchResult:
 
 def print_report(result: KernelBenchResult, console: Console) -> None:
     """A table an op: medians, interquartile ranges, rates, share of the roofline, a peer's time and that over ours."""
-    console.print(f"{escape(result.device)}, {result.dtype}, median of {result.repeats} runs with cold caches")
+    each = f" of {result.in_a_row} calls in a row" if result.in_a_row > 1 else ""
+    console.print(f"{escape(result.device)}, {result.dtype}, median of {result.repeats} runs{each} with cold caches")
     console.print(f"ceilings: {', '.join(_ceiling(name, value) for name, value in result.ceilings.items())}")
     for op in dict.fromkeys(m.case.op for m in result.measurements):
         _print_op(op, result, console)
@@ -202,6 +205,7 @@ def csv_row(result: KernelBenchResult, m: Measurement) -> dict[str, object]:
         "note": m.note,
         "relative_error": m.relative_error,
         "repeats": result.repeats,
+        "in_a_row": result.in_a_row,
         "bytes": m.work.bytes,
         "operations": m.work.operations,
         "roofline_us": result.roofline_seconds(m.work) * 1e6,

@@ -7,11 +7,14 @@ replay, where there is one) that is timed then. A kernel that is wrong is not ti
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import torch
 import tyro
 from rich.console import Console
@@ -49,6 +52,8 @@ class KernelBenchOptions:
         dtype: bfloat16, float16 (CUDA alone) or float32.
         device: auto takes CUDA where there is a GPU.
         repeats: timed runs of each case.
+        in_a_row: calls of a run, each on inputs of its own, one after another in one CUDA graph; the time is a call's.
+            One call alone pays for a launch and for dirty cache lines that kernels inside a model do not meet.
         seed: of inputs and of the order of blocks.
         compare: time FlashInfer and vLLM's FlashAttention-3, Marlin and Machete, too, where they can be imported; torch
             is timed always.
@@ -62,6 +67,7 @@ class KernelBenchOptions:
     dtype: str = "bfloat16"
     device: str = "auto"
     repeats: int = 20
+    in_a_row: int = 1
     seed: int = 0
     compare: bool = False
     out: Path | None = None
@@ -75,8 +81,9 @@ class KernelBenchOptions:
         for name in self.op:
             choose_variants(name, self.variant)
         choose("device", self.device, DEVICES)
-        if self.repeats < 1:
-            raise ValueError(f"repeats = {self.repeats}: must be >= 1")
+        for name in ("repeats", "in_a_row"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be >= 1")
         if self.shape and len(self.op) != 1:
             forms = "; ".join(f"{name} {op.form}" for name, op in OPS.items())
             raise ValueError(f"shape = {' '.join(self.shape)}: needs one op to belong to. Forms: {forms}")
@@ -209,54 +216,71 @@ def run(options: KernelBenchOptions, on_progress: Callable[[str], None] = lambda
         not_run -= 1
         if not timer.clear():
             break
-    return KernelBenchResult(ceilings, device_name(device), options.dtype, options.repeats, measurements, not_run)
+    return KernelBenchResult(
+        ceilings, device_name(device), options.dtype, options.repeats, measurements, not_run, options.in_a_row
+    )
 
 
 def measure_case(case: Case, setting: Setting, options: KernelBenchOptions, timer: Timer) -> list[Measurement]:
     """The project's kernel, then, if that is right, its peers on the same inputs."""
     made: list[Problem] = []
-    measurements = [time_case(case, setting, options.repeats, timer, made)]
+    measurements = [time_case(case, setting, options.repeats, timer, made, options.in_a_row)]
     if measurements[0].status == "ok":
         work = measurements[0].work
-        for name, make in made[0].peers.items():
+        for name in made[0].peers:
             if name == "torch" or options.compare:
-                measurements.append(_measure(case, name, work, make, made, options.repeats, timer))
+                makers = [problem.peers[name] for problem in made]
+                measurements.append(_measure(case, name, work, makers, made, options.repeats, timer))
     return measurements
 
 
 def time_case(
-    case: Case, setting: Setting, repeats: int, timer: Timer, made: list[Problem] | None = None
+    case: Case, setting: Setting, repeats: int, timer: Timer, made: list[Problem] | None = None, in_a_row: int = 1
 ) -> Measurement:
-    """The project's kernel alone: built, checked against the oracle, timed. `made` takes the problem, for its peers."""
+    """The project's kernel alone: built, checked against the oracle, timed. `made` takes the problems, for peers."""
     made = [] if made is None else made
     op: Op = OPS[case.op]
 
-    def build() -> Run:
-        made.append(op.build(case.sizes, setting))
-        return made[0].run
+    def build(index: int) -> Run:
+        made.append(op.build(case.sizes, replace(setting, seed=setting.seed + index)))
+        return made[-1].run
 
     work = op.work(case.sizes, setting.dtype.itemsize, case.path)
-    return _measure(case, OURS, work, build, made, repeats, timer)
+    makers = [partial(build, index) for index in range(in_a_row)]
+    return _measure(case, OURS, work, makers, made, repeats, timer)
 
 
 def _measure(
-    case: Case, name: str, work: Work, build: Callable[[], Run], made: list[Problem], repeats: int, timer: Timer
+    case: Case,
+    name: str,
+    work: Work,
+    makers: Sequence[Callable[[], Run]],
+    made: list[Problem],
+    repeats: int,
+    timer: Timer,
 ) -> Measurement:
-    """Build, check, time. What a library raises is written down, whatever it is: the run goes on."""
+    """Build, check, time. What a library raises is written down, whatever it is: the run goes on.
+
+    Args:
+        makers: of the calls that follow one another.
+        made: their problems, once they are built.
+    """
     error = float("nan")
     try:
-        run = build()
-        problem = made[0]
-        prepared = timer.prepare(run, problem.capturable)
+        runs = [make() for make in makers]
+        prepared = timer.prepare(lambda: tuple(chain.from_iterable(run() for run in runs)), made[0].capturable)
         timer.synchronize()
-        problem.reset()
+        for problem in made:
+            problem.reset()
         results = prepared()
         timer.synchronize()
-        error = problem.error(results)
-        if not error <= problem.tolerance:  # a NaN is wrong, too
-            note = f"relative error {error:.3g} against the oracle, at most {problem.tolerance:g} is right: not timed"
+        count = len(results) // len(made)  # of one call
+        errors = [problem.error(results[i * count : (i + 1) * count]) for i, problem in enumerate(made)]
+        error = float(np.max(errors))  # a NaN before all
+        if not error <= made[0].tolerance:  # a NaN is wrong, too
+            note = f"relative error {error:.3g} against the oracle, at most {made[0].tolerance:g} is right: not timed"
             return Measurement(case, name, work, "wrong", note, error, ())
-        seconds = tuple(timer.measure(prepared, repeats))
+        seconds = tuple(taken / len(runs) for taken in timer.measure(prepared, repeats))
     except Exception as raised:
         if name == OURS and isinstance(raised, ImportError):
             raise  # there are no kernels at all

@@ -110,6 +110,30 @@ def test_what_is_checked_is_what_is_timed():
     assert [m.status for m in measure("rms_norm", timer=WrongReplay())] == ["wrong"]
 
 
+def test_calls_in_a_row_have_inputs_of_their_own_and_each_is_checked(monkeypatch):
+    seen = []
+    right = kernels.rms_norm
+
+    def wrong_at_the_third(x, *args, **kwargs):
+        seen.append(x)
+        out = right(x, *args, **kwargs)
+        return out.zero_() if len(seen) == 3 else out
+
+    monkeypatch.setattr(kernels, "rms_norm", wrong_at_the_third)
+    assert [m.status for m in measure("rms_norm", in_a_row=3)] == ["wrong"]
+    assert not torch.equal(seen[0], seen[1])
+    seen[:] = seen[:3]
+    assert [m.status for m in measure("rms_norm", in_a_row=2)] == ["ok", "ok"]
+
+
+def test_the_time_of_calls_in_a_row_is_a_calls(known_ceilings):
+    class Ticks(CpuTimer):
+        def measure(self, run, repeats):
+            return [6.0] * repeats
+
+    assert measure("rms_norm", timer=Ticks(), in_a_row=3)[0].seconds == (2.0, 2.0)
+
+
 def test_a_peer_that_is_wrong_is_not_timed_and_ours_is(monkeypatch):
     monkeypatch.setattr("torch.nn.functional.rms_norm", lambda x, *args: torch.zeros_like(x))
     assert [m.status for m in measure("rms_norm")] == ["ok", "wrong"]
