@@ -51,6 +51,8 @@ class StepGraphs(Generic[Output]):
         self.sizes = sorted(set(sizes)) if device.type == "cuda" else []
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Output]] = {}
         self._pool: Any = None
+        # one for all: libraries and the allocator keep memory for every stream that they were used on
+        self._stream = torch.cuda.Stream(device) if self.sizes else None
 
     def padded(self, size: int) -> int:
         """What a step of `size` is run with: the smallest graph that holds it, or its own size."""
@@ -78,15 +80,18 @@ class StepGraphs(Generic[Output]):
                 self._capture(size)
             if progress is not None:
                 progress(done, len(self.sizes))
+        if self.sizes:
+            torch.cuda.empty_cache()  # what the runs before the captures took
 
     def _capture(self, size: int) -> None:
-        stream = torch.cuda.Stream()
+        stream = self._stream
+        assert stream is not None
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # libraries set themselves up at their first call, which cannot be captured
             self._run(size)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
             output = self._run(size)
         self._pool = self._pool or graph.pool()
         self._graphs[size] = (graph, output)
