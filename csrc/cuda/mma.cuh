@@ -17,19 +17,18 @@ __device__ inline void copy_async_16(uint32_t destination, const void* source, b
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
 }
-// How the L2 cache keeps what is read once: first out, so that it drives nothing else out, dirty lines above all.
+// The same; with `read_once` the L2 cache puts the line out first, so that it drives nothing else out, dirty lines above all.
 __device__ inline uint64_t read_once_policy() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-// As it keeps anything else.
-__device__ inline uint64_t usual_policy() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
+constexpr uint64_t kNoPolicy = 0;
 __device__ inline void copy_async_16(uint32_t destination, const void* source, bool valid, uint64_t policy) {
+  if (policy == kNoPolicy) {  // a hint of the usual policy is not the same as none: it takes longer than either
+    copy_async_16(destination, source, valid);
+    return;
+  }
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(destination), "l"(source),
                "r"(bytes), "l"(policy)

@@ -74,7 +74,7 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeMerge<C, kD, 
     if (!decode::find_share(p_, plan, use, this->scratch())) return;
     this->clear(use);
     const int64_t bytes = static_cast<int64_t>(plan.total) * p_.unit.value * (2 * kD * static_cast<int>(sizeof(C)));
-    policy_ = bytes > kReadOnceBytes ? usual_policy() : read_once_policy();
+    policy_ = bytes > kReadOnceBytes ? kNoPolicy : read_once_policy();
     if (use.left > 0) stream(use, plan);
     if (plan.by_cluster) {
       this->end_in_cluster(use);
@@ -92,12 +92,11 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeMerge<C, kD, 
     load.next_blocks = fetch_blocks(use);
     load.fresh = true;
     advance(load, plan);
-    int stage = 0, slot = 0, waits = Shape::kStages - 1;  // the ring is filled before the first step
+    for (int stage = 0; stage < Shape::kStages - 1; ++stage) issue(load, plan, stage);
+    int slot = 0;
     bool fresh = true;
     while (true) {
-      issue(load, plan, stage);
-      stage = (stage + 1) % Shape::kStages;
-      if (waits-- > 0) continue;
+      issue(load, plan, (slot + Shape::kStages - 1) % Shape::kStages);
       wait_copies<Shape::kStages - 1>();
       __syncwarp();
       if (fresh) begin_piece(use, slot);
