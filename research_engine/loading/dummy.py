@@ -32,9 +32,27 @@ DUMMY_MODELS["dummy:tiny-awq"] = DummyModel(
 )
 
 
+_MODEL_TYPES = {
+    "BertModel": "bert",
+    "GPT2LMHeadModel": "gpt2",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "OPTForCausalLM": "opt",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "XLMRobertaModel": "xlm-roberta",
+}  # transformers' names, by which it and other engines find a model's code
+
+
 def hf_config(name: str) -> dict[str, Any]:
     """The config.json of a known shape, for other engines."""
-    return dict(DUMMY_SHAPES[name])
+    shape = DUMMY_SHAPES[name]
+    return {"model_type": _MODEL_TYPES[shape["architectures"][0]], **shape}
 
 
 BYTE_TOKENIZER_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 256, 257, 258

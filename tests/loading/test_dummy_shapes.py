@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from research_engine.loading.dummy import DUMMY_MODELS, DummyCheckpoint
+from research_engine.loading.dummy import DUMMY_MODELS, DummyCheckpoint, hf_config
 from research_engine.loading.dummy_shapes import DUMMY_SHAPES
 from research_engine.models.config import ModelConfig
 from research_engine.models.decoder import Decoder
@@ -22,6 +24,15 @@ SAID = {  # parameters in millions, as the models' makers give them
     "dummy:gpt2": 124, "dummy:opt-125m": 125, "dummy:opt-1.3b": 1316, "dummy:opt-13b": 12853,
     "dummy:mixtral-8x7b": 46703, "dummy:qwen3-30b-a3b": 30532,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DUMMY_SHAPES)
+def test_the_file_that_other_engines_read_leads_to_the_models_own_class(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(name)))
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    (architecture,) = read.architectures
+    assert type(read) is getattr(transformers, architecture).config_class
+    assert ModelConfig.from_hf(json.loads((tmp_path / "config.json").read_text())) == DUMMY_MODELS[name].config
 
 
 @pytest.mark.parametrize("name", SAID)
