@@ -36,13 +36,13 @@
 //            keys and values first out of the L2 cache: on another H200 14.7 to 13.9 us at 1 x 1,024, 37.0 to 29.1 at 8 x 2,048, 565 to
 //            529 at 128 x 4,096; 8 heads a tile above D = 128, where 16 spilled 860 bytes. 8 a run a warp, not a block; queries and
 //            block tables ahead: on a third H200 112 to 82 us at 256 x 1 to 400, 59.4 to 53.8 at 256 x 128, even lengths up
-//            to 5 % slower, 10 % with heads of 64. 9 the usual cache policy where much is read: 532 to 511 at 128 x 4,096, 282 to 269 at
-//            32 x 8,192; clusters of 16 for long rows, and 5,600 instructions instead of 10,200, since each is a read of memory
-//            when caches are cold (not measured yet).
+//            to 5 % slower, 10 % with heads of 64. 9 no hint for the cache where much is read: 532 to 508 at 128 x 4,096, 281 to 267 at
+//            32 x 8,192 (a hint of the usual policy: 555 and 297); clusters of 16 for long rows: 28.2 to 21.5 at 1 x 8,192; 5,600
+//            instructions instead of 10,200, since each is a read of memory when caches are cold: 52.3 instead of 53.7 at 256 x 128.
 // Roofline   2 x keys x Hkv x D elements of 2 bytes, or of 1; the products are 13 % of the tensor rate when memory is saturated (G <= 16).
-// Reached    one H200, bf16, blocks of 16, version 5 (docs/performance.md): 4.28 TB/s at 128 x 4,096 tokens with 32/8 heads of 128,
-//            4.44 with 32/32; 14.1 us at 1 x 1,024, 5.0 of them an empty launch's. Geometric mean over 16 configurations 0.98 of
-//            FlashInfer 0.6.11, from 0.93 to 1.09.
+// Reached    one H200, bf16, blocks of 16 (docs/performance.md): 4.23 TB/s at 128 x 4,096 tokens with 32/8 heads of 128, 4.34 with
+//            32/32 (a plain read: 4.39); 12.4 us at 1 x 1,024, 3.5 of them an empty launch's. FlashInfer 0.6.11 takes 1.02 of its
+//            time (geometric mean over 16 configurations), from 0.88 at 1 x 65,536 to 1.25 at 8 x 2,048.
 #pragma once
 
 #include <algorithm>
