@@ -64,7 +64,8 @@ def _opt(hidden: int, inter: int, layers: int, heads: int, **rest: Any) -> dict[
 
 def _encoder(architecture: str, vocab: int, *sizes: int, **rest: Any) -> dict[str, Any]:
     hidden, inter, layers, heads = sizes
-    return _shape(architecture, vocab, hidden, inter, layers, heads, heads, hidden_act="gelu", **rest)
+    same = {"hidden_act": "gelu", "position_embedding_type": "absolute"}
+    return _shape(architecture, vocab, hidden, inter, layers, heads, heads, **same, **rest)
 
 
 DUMMY_SHAPES: dict[str, dict[str, Any]] = {
