@@ -100,7 +100,7 @@ def match_of(label: str, pairs: Mapping[str, tuple[float, float]], within: float
     if any(map(math.isnan, shares.values())):
         return Verdict(text, None, "", words)
     worst = max(shares, key=lambda name: shares[name])
-    return Verdict(text, shares[worst] <= within, f"{worst} differs most, by {100 * shares[worst]:.1f} %", words)
+    return Verdict(text, shares[worst] <= within, f"{worst} differs most, by {100 * shares[worst]:.2g} %", words)
 
 
 def paper_table(run: RunFiles) -> PaperTable | None:
@@ -122,7 +122,9 @@ def paper_table(run: RunFiles) -> PaperTable | None:
     verdicts = [_verdict(claim, figures[claim.metric]) for claim in paper.claims]
     for label, column in zip(labels, paper.columns, strict=True):
         if column.within is not None:
-            pairs = {cell: (theirs, figures[column.metric].get(cell, math.nan)) for cell, theirs in column.paper.items()}
+            pairs = {
+                cell: (theirs, figures[column.metric].get(cell, math.nan)) for cell, theirs in column.paper.items()
+            }
             verdicts.append(match_of(label, pairs, column.within))
     return PaperTable(run.title, paper.source, labels, rows, verdicts, paper.differs)
 

@@ -1,8 +1,8 @@
-"""`python -m experiments.workloads.text_lengths FILE.json TOKENIZER.json OUT.csv` counts the tokens of a data set's texts.
+"""`python -m experiments.workloads.text_lengths FILE.json TOKENIZER.json OUT.csv` counts the tokens of a data set.
 
-FILE is ShareGPT's, of which the first round of every conversation is taken: the user's first message and the answer to
-it; records that go on with an earlier one's conversation are left out. Or it is Alpaca's, of which an instruction, its
-input below it if it has one, is the prompt. What is written are numbers alone: prompt_tokens, output_tokens.
+FILE is ShareGPT's, of which the first round of every conversation is taken: the user's first message and the answer
+to it; records that go on with an earlier one's conversation are left out. Or it is Alpaca's, of which an instruction,
+its input below it if it has one, is the prompt. What is written are numbers alone: prompt_tokens, output_tokens.
 """
 
 from __future__ import annotations
