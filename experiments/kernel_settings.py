@@ -11,6 +11,8 @@ from pydantic import Field, field_validator, model_validator
 
 from experiments.settings import Settings, nearest_first
 
+FOLDER = Path(__file__).resolve().parent
+
 
 class KernelSettings(Settings):
     """One kernel on one shape, timed as `research-engine bench kernels` does.
@@ -21,7 +23,8 @@ class KernelSettings(Settings):
             and block size have defaults.
         path: a kernel of an op that has several.
         variant: of the attention kernel on tensor cores, numbers by name (`stages`, `warps`, ...) and perhaps
-            `source`, a changed copy of its file: compiled at first use, GPU alone. Empty: the built kernel.
+            `source`, a changed copy of its file (of a relative name also in this folder): compiled at first use, GPU
+            alone. Empty: the built kernel.
         split_size: keys that one work item of attention takes; None lets the kernel choose.
         dtype: of all tensors, the KV cache among them.
         device: auto takes CUDA where there is a GPU and the kernels were built for it.
@@ -80,7 +83,16 @@ class KernelSettings(Settings):
         from research_engine.bench.kernel_ops import OPS
         from research_engine.kernels.jit.variants import variant_of
 
-        return variant_of(OPS[self.op].variant_path or "", self.variant).path
+        source = {} if self.source is None else {"source": str(self.source)}
+        return variant_of(OPS[self.op].variant_path or "", {**self.variant, **source}).path
+
+    @property
+    def source(self) -> Path | None:
+        """The variant's own file: where its name leads from the working directory, or else one of this folder."""
+        given = self.variant.get("source")
+        if given is None or Path(str(given)).is_file() or not (FOLDER / str(given)).is_file():
+            return None if given is None else Path(str(given))
+        return FOLDER / str(given)
 
     @property
     def shape(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from experiments.settings import Settings, nearest_first
 
@@ -45,14 +45,23 @@ class Column(Settings):
         label: as the paper calls it; None takes the metric's own.
         digits: after the point; None takes the metric's.
         paper: cell -> the paper's figure, in the metric's unit. Cells that the paper has no figure for are left out.
+        within: the share of the paper's figure by which each of ours may differ for them to match. None, where the
+            paper's figures are not expected to come out again: no match is claimed, nor judged.
     """
 
     metric: str
     label: str | None = None
     digits: int | None = Field(default=None, ge=0)
     paper: Mapping[str, float] = Field(default_factory=dict)
+    within: float | None = Field(default=None, gt=0, lt=1)
 
     _known = field_validator("metric")(known_metric)
+
+    @model_validator(mode="after")
+    def _has_something_to_match(self) -> Column:
+        if self.within is not None and not self.paper:
+            raise ValueError("within: a column without figures of the paper has nothing to match")
+        return self
 
 
 class Claim(Settings):

@@ -101,8 +101,8 @@ def trial_key(settings: TrialSettings | KernelSettings, seed: int, repeat: int =
         content["repeat"] = repeat
     if isinstance(settings, TrialSettings):
         content |= _named_files(settings)
-    elif source := settings.variant.get("source"):
-        content["source"] = source_digest(Path(str(source)))
+    elif source := settings.source:
+        content["source"] = source_digest(source)
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

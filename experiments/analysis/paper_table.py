@@ -25,15 +25,17 @@ class Verdict:
         text: the claim.
         holds: None when a figure is missing.
         figures: that it was judged by, in words.
+        words: for a claim that holds, and for one that does not.
     """
 
     text: str
     holds: bool | None
     figures: str
+    words: tuple[str, str] = ("holds", "does not hold")
 
     @property
     def word(self) -> str:
-        return {True: "holds", False: "does not hold", None: "cannot be told"}[self.holds]
+        return "cannot be told" if self.holds is None else self.words[0 if self.holds else 1]
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,22 @@ def order_of(text: str, names: Sequence[str], figures: Sequence[float], digits: 
     return Verdict(text, holds, told if holds else told.replace(" < ", ", "))
 
 
+def match_of(label: str, pairs: Mapping[str, tuple[float, float]], within: float) -> Verdict:
+    """Whether each figure of ours is the paper's but for a share of it.
+
+    Args:
+        label: of what the figures are.
+        pairs: name -> (the paper's figure, not 0; ours, NaN where it is missing).
+        within: the share.
+    """
+    shares = {name: abs(ours / theirs - 1) for name, (theirs, ours) in pairs.items()}
+    text, words = f"{label}: ours are the paper's within {100 * within:g} %", ("matches", "does not match")
+    if any(map(math.isnan, shares.values())):
+        return Verdict(text, None, "", words)
+    worst = max(shares, key=lambda name: shares[name])
+    return Verdict(text, shares[worst] <= within, f"{worst} differs most, by {100 * shares[worst]:.2g} %", words)
+
+
 def paper_table(run: RunFiles) -> PaperTable | None:
     """Ours are means over the seeds. None for an experiment that reproduces nothing."""
     raw = run.config.get("paper")
@@ -102,6 +120,12 @@ def paper_table(run: RunFiles) -> PaperTable | None:
             rows[row].append(("" if theirs is None else f"{theirs:{show}}", f"{ours:{show}}" if known else ""))
     labels = [column.label or _label(column.metric, paper.sustained) for column in paper.columns]
     verdicts = [_verdict(claim, figures[claim.metric]) for claim in paper.claims]
+    for label, column in zip(labels, paper.columns, strict=True):
+        if column.within is not None:
+            pairs = {
+                cell: (theirs, figures[column.metric].get(cell, math.nan)) for cell, theirs in column.paper.items()
+            }
+            verdicts.append(match_of(label, pairs, column.within))
     return PaperTable(run.title, paper.source, labels, rows, verdicts, paper.differs)
 
 

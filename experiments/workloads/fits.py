@@ -18,8 +18,9 @@ import numpy.typing as npt
 FILE = Path(__file__).with_name("fits.json")
 SHARES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0)
 FitName = Literal[
-    "azure_code", "azure_conv", "mooncake", "sharegpt", "etalon_sharegpt_8k", "etalon_bwb_4k", "etalon_arxiv_4k", "vtc"
-]
+    "azure_code", "azure_conv", "mooncake", "sharegpt", "etalon_sharegpt_8k", "etalon_bwb_4k", "etalon_arxiv_4k", "vtc",
+    "sharegpt_first_round", "alpaca_sample",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

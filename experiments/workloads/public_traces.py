@@ -24,6 +24,8 @@ _TITLES = {
     "etalon_arxiv_4k": "Vidur's arXiv summaries, 4k",
     "vtc": "VTC's arena log",
     "sharegpt": "ShareGPT V3 by SmolLM2's tokenizer",
+    "sharegpt_first_round": "ShareGPT's first rounds below 2048 tokens by GPT-2's tokenizer",
+    "alpaca_sample": "a sample of Alpaca by GPT-2's tokenizer",
 }
 
 
@@ -38,6 +40,8 @@ def all_fits(folder: Path) -> dict[str, Fit]:
         "etalon_arxiv_4k": EtalonLengths(source="etalon", trace="arxiv_4k"),
         "vtc": VTCLengths(source="vtc"),
         "sharegpt": FileLengths(source="file", path="sharegpt_v3_lengths.csv"),
+        "sharegpt_first_round": FileLengths(source="file", path="sharegpt_first_round_lengths.csv"),
+        "alpaca_sample": FileLengths(source="file", path="alpaca_sample_lengths.csv"),
     }
     fits = {}
     for key, reader in readers.items():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, field_validator
 
 from experiments.settings import Settings
 from experiments.workloads.fits import FitName, shipped_fits
@@ -18,8 +18,11 @@ from experiments.workloads.samples import (
     Lengths,
     Sample,
     UsualBounds,
+    WorkloadError,
     first_kept,
 )
+
+_DRAWS_FOR_FACTORS, _STEPS_TO_FACTORS = 20_000, 200
 
 
 class FixedLengths(Settings):
@@ -120,16 +123,56 @@ class FittedLengths(Bounds):
 
     Args:
         trace: whose.
+        means: of prompts and outputs, in tokens, for a workload of which no more is published: all prompts are
+            multiplied by one factor, all outputs by another, so that those within the bounds have these means. None
+            multiplies by nothing.
     """
 
     source: Literal["fitted"]
     trace: FitName
+    means: tuple[float, float] | None = None
+
+    @field_validator("means")
+    @classmethod
+    def _of_tokens(cls, means: tuple[float, float] | None) -> tuple[float, float] | None:
+        if means is not None and not all(1 <= mean < math.inf for mean in means):
+            raise ValueError(f"{list(means)} must be two numbers of tokens >= 1: of prompts and of outputs")
+        return means
 
     def draw(self, count: int, rng: np.random.Generator, tokenizer: Encoder | None) -> Lengths:
-        fit = shipped_fits()[self.trace]
+        fit, factors = shipped_fits()[self.trace], self.factors()
 
         def draws() -> Iterator[Sample]:
             for _ in range(TRIES):
-                yield from map(Sample, *fit.draw(count, rng))
+                yield from map(Sample, *self._scaled(fit.draw(count, rng), factors))
 
-        return Lengths(first_kept(draws(), self.keeps, count, self.trace), f"statistics of {fit.name}, random tokens")
+        origin = f"statistics of {fit.name}, random tokens"
+        if self.means is not None:
+            origin += f", prompts times {factors[0]:.2f}, outputs times {factors[1]:.2f}"
+        return Lengths(first_kept(draws(), self.keeps, count, self.trace), origin)
+
+    def factors(self) -> tuple[float, float]:
+        """Of prompts and of outputs, found on draws of their own, the same for every seed.
+
+        Raises:
+            WorkloadError: no factors give these means within the bounds.
+        """
+        if self.means is None:
+            return 1.0, 1.0
+        drawn = shipped_fits()[self.trace].draw(_DRAWS_FOR_FACTORS, np.random.default_rng(0))
+        factors, found = (1.0, 1.0), (math.inf, math.inf)
+        for _ in range(_STEPS_TO_FACTORS):
+            pairs = zip(*self._scaled(drawn, factors), strict=True)
+            kept = np.array([pair for pair in pairs if self.keeps(*pair)], dtype=np.float64)
+            if not len(kept):
+                break
+            found = float(kept[:, 0].mean()), float(kept[:, 1].mean())
+            if all(abs(mean / wanted - 1) < 5e-3 for mean, wanted in zip(found, self.means, strict=True)):
+                return factors
+            factors = factors[0] * self.means[0] / found[0], factors[1] * self.means[1] / found[1]
+        rule = f"no factors give them within the bounds; {found[0]:.4g} and {found[1]:.4g} are near"
+        raise WorkloadError(f"means = {list(self.means)}: {rule}")
+
+    @staticmethod
+    def _scaled(lengths: tuple[list[int], list[int]], factors: tuple[float, float]) -> list[list[int]]:
+        return [[max(1, round(n * factor)) for n in own] for own, factor in zip(lengths, factors, strict=True)]

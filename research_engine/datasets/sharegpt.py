@@ -43,7 +43,7 @@ class ConversationFile:
 
     def __iter__(self) -> Iterator[Turn]:
         self.records, self.fault = 0, None
-        for record in self._records():
+        for record in self.read():
             self.records += 1
             turn = _first_turn(record)
             if turn is not None:
@@ -56,7 +56,8 @@ class ConversationFile:
             return None
         return f"{self.path.name} {self.fault}; {self.records:,} records were read and are used"
 
-    def _records(self) -> Iterator[Any]:
+    def read(self) -> Iterator[Any]:
+        """The records as they are, of whatever shape. Iterating, not this, counts them for `records` and `limit`."""
         decode, buffer, at, started = json.JSONDecoder().raw_decode, "", 0, False
         utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         with self.path.open("rb") as file:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from experiments.backend import RealBackend
-from experiments.config import TrialSettings
+from experiments.config import TrialSettings, load_experiment
+from experiments.kernel_settings import KernelSettings
 from experiments.papers import pagedattention_fig_18a, pagedattention_fig_19a_gpu, pagedattention_fig_19b_gpu
 from experiments.papers.pagedattention_fig_18a import KERNELS, Timed, contiguous_source
 from experiments.papers.pagedattention_fig_19a_gpu import AGAIN, BLOCK_SIZES, COPIES, KERNEL, copy_each_block
@@ -38,13 +39,17 @@ def test_the_kernel_without_a_table_is_the_shipped_one_but_for_the_look_up() -> 
     assert source.count("p_.block_tables") == 0
 
 
-def test_the_kernel_without_a_table_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def needs_nvrtc() -> None:
     try:
         nvrtc.load()
     except ImportError as error:
         pytest.skip(str(error))
     if nvrtc.cuda_include() is None:
         pytest.skip("CUDA's headers are not on this machine")
+
+
+def test_the_kernel_without_a_table_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_nvrtc()
     monkeypatch.setenv("RESEARCH_ENGINE_CACHE", str(tmp_path / "cache"))
     path = pagedattention_fig_18a._paths(tmp_path)["contiguous"]
     made = jit.compile_variant(
@@ -143,3 +148,26 @@ def test_the_end_to_end_cost_is_judged_by_way_and_block_size() -> None:
              AGAIN: pagedattention_fig_19b_gpu.RECOMPUTE}  # fmt: skip
     found = {(names[way], size): Served(e2e, 1.0, 1) for way, by in seconds.items() for size, e2e in by.items()}
     assert pagedattention_fig_19b_gpu.paper_table_of(found, "no GPU").markdown().count("| holds |") == 3
+
+
+def test_the_kernel_whose_warps_take_a_block_each_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_nvrtc()
+    monkeypatch.setenv("RESEARCH_ENGINE_CACHE", str(tmp_path / "cache"))
+    _, cells = load_experiment("papers/pagedattention_fig_18b_gpu")
+    (path,) = {cell.settings.kernel_path for cell in cells if cell.levels["kernel"] == "a warp a block"}
+    made = jit.compile_variant(
+        jit.parse_path(path), cache_dtype=torch.bfloat16, head_size=128, group_size=1, arch="sm_90a"
+    )
+    assert made.log == "" and made.constants["keys"] == 64
+
+
+def test_a_variants_source_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = KernelSettings(
+        op="decode", sizes={"B": 1, "L": 16}, variant={"source": "papers/warp_per_block.cuh", "warps": 2}
+    )
+    assert settings.source is not None and settings.source.is_absolute() and settings.source.is_file()
+    own = tmp_path / "papers" / "warp_per_block.cuh"
+    own.parent.mkdir()
+    own.write_text("")
+    assert settings.source == Path("papers/warp_per_block.cuh")

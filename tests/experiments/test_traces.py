@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from experiments.workloads import WorkloadSettings, build_workload
-from experiments.workloads.fits import SHARES, fit_of, shipped_fits
+from experiments.workloads import WorkloadSettings, build_workload, text_lengths
+from experiments.workloads.fits import SHARES, Fit, fit_of, shipped_fits
 from experiments.workloads.public_traces import all_fits
 from experiments.workloads.samples import WorkloadError
 from experiments.workloads.trace_files import TRACES
@@ -200,20 +200,74 @@ def test_lengths_drawn_from_a_fit_have_its_quantiles_and_its_correlation() -> No
         assert spearmanr(prompts, outputs).statistic == pytest.approx(fit.spearman, abs=0.03)
 
 
-def test_the_shipped_statistics_are_those_of_the_files() -> None:
+@pytest.fixture(scope="module")
+def fits_made_again() -> dict[str, Fit]:
     folder = os.environ.get("RESEARCH_ENGINE_TRACES")
     if not folder or not Path(folder).is_dir():
         pytest.skip("RESEARCH_ENGINE_TRACES is not set: it names a folder with public traces")
-    made = all_fits(Path(folder))
-    if set(made) != set(shipped_fits()):
-        pytest.skip(f"RESEARCH_ENGINE_TRACES lacks {sorted(set(shipped_fits()) - set(made))}")
-    for name, fit in shipped_fits().items():
-        assert made[name].records == fit.records
-        assert made[name].prompt == pytest.approx(fit.prompt, rel=1e-4)
-        assert made[name].output == pytest.approx(fit.output, rel=1e-4)
-        assert made[name].spearman == pytest.approx(fit.spearman, abs=1e-4)
-        for found, shipped in ((made[name].rate, fit.rate), (made[name].cv, fit.cv)):
-            assert found is shipped is None or found == pytest.approx(shipped, rel=1e-4)
+    return all_fits(Path(folder))
+
+
+@pytest.mark.parametrize("name", shipped_fits())
+def test_the_shipped_statistics_are_those_of_the_file(name: str, fits_made_again: dict[str, Fit]) -> None:
+    fit, made = shipped_fits()[name], fits_made_again.get(name)
+    if made is None:
+        pytest.skip(f"RESEARCH_ENGINE_TRACES lacks the file of {name}")
+    assert made.records == fit.records
+    assert made.prompt == pytest.approx(fit.prompt, rel=1e-4)
+    assert made.output == pytest.approx(fit.output, rel=1e-4)
+    assert made.spearman == pytest.approx(fit.spearman, abs=1e-4)
+    for found, shipped in ((made.rate, fit.rate), (made.cv, fit.cv)):
+        assert found is shipped is None or found == pytest.approx(shipped, rel=1e-4)
+
+
+def test_a_fit_is_scaled_to_means_within_the_bounds() -> None:
+    lengths = {"source": "fitted", "trace": "sharegpt_first_round", "means": [161.31, 337.99], "max_total": 2047}
+    made = lengths_of(arrivals(20_000, lengths))
+    prompts, outputs = np.array(made).T
+    assert max(prompts + outputs) <= 2047
+    assert prompts.mean() == pytest.approx(161.31, rel=0.03)
+    assert outputs.mean() == pytest.approx(337.99, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("means", "told"),
+    [
+        ([0.5, 10], r"\[0.5, 10.0\] must be two numbers of tokens >= 1"),
+        ([5000, 300], r"means = \[5000.0, 300.0\]: no factors give them within the bounds"),
+    ],
+)
+def test_means_that_cannot_be_had_are_refused(means: list[float], told: str) -> None:
+    lengths = {"source": "fitted", "trace": "sharegpt", "means": means, "max_total": 2047}
+    with pytest.raises((ValidationError, WorkloadError), match=told):
+        arrivals(3, lengths)
+
+
+def test_texts_become_lengths_first_rounds_alone(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"x": 0, "?": 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+
+    def talk(name: str, *turns: tuple[str, int]) -> dict[str, Any]:
+        return {"id": name, "conversations": [{"from": who, "value": " ".join("x" * n)} for who, n in turns]}
+
+    records = [
+        talk("a_0", ("human", 3), ("gpt", 5), ("human", 1), ("gpt", 1)),
+        talk("a_1", ("human", 7), ("gpt", 7)),  # goes on with a_0
+        talk("b", ("gpt", 2), ("human", 2), ("gpt", 2)),  # does not begin with the user
+        talk("c", ("human", 2000), ("gpt", 48)),  # too long together
+        talk("d", ("human", 2000), ("gpt", 47)),
+        talk("e", ("human", 4)),
+        {"instruction": "x x", "input": "x", "output": "x x x x"},
+        {"instruction": "x x", "input": "", "output": "x"},
+        ["neither"],
+    ]
+    (tmp_path / "texts.json").write_text(json.dumps(records))
+    text_lengths.main(tmp_path / "texts.json", tmp_path / "tokenizer.json", tmp_path / "out.csv")
+    rows = (tmp_path / "out.csv").read_text().split()
+    assert rows == ["prompt_tokens,output_tokens", "3,5", "2000,47", "3,4", "2,1"]
 
 
 def test_a_fit_of_times_gives_rate_and_burstiness() -> None:
