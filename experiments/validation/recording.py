@@ -28,6 +28,7 @@ from research_engine.simulation.timeline import TimedStep
 
 FORMAT = 2
 _TICKS = 10_000_000  # of the files' times, a second
+_PACKED = 19  # of 22: a fifth smaller than by default, still written in a second
 _TIMES = ("started", "committed", "executed", "finished")
 _EVENTS = ("arrival", "first_scheduled", "first_token", "last_token")
 _COUNTS = ("tokens", "sequences", "draws", "decodes", "decode_kv", "decode_kv_max", "blocks_moved", "blocks_copied")
@@ -124,8 +125,8 @@ class Recording:
             for column in times:
                 frame[column] = (frame[column].astype("Float64") * _TICKS).round().astype("Int64")
             encoding = dict.fromkeys(times, "DELTA_BINARY_PACKED")  # times rise, so their differences are small
-            frame.to_parquet(directory / f"{name}.parquet", compression="zstd", index=False, use_dictionary=["run"],
-                             column_encoding=encoding)  # fmt: skip
+            frame.to_parquet(directory / f"{name}.parquet", compression="zstd", compression_level=_PACKED, index=False,
+                             use_dictionary=["run"], column_encoding=encoding)  # fmt: skip
         (directory / "recording.json").write_text(json.dumps(head, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
