@@ -56,6 +56,8 @@ class RankAgreement:
         pairs: pairs of policies and metrics; alike: those that it puts in the real order.
         clear_pairs, clear_alike: the same among pairs that in reality are more than 2 % apart.
         swapped: in words, clear pairs in the wrong order.
+        same: two policies that make the same decisions in the simulation, so that there is no order to agree on, and by
+            which share their real runs differ at most, in which metric. They are not in the pairs.
     """
 
     load: float
@@ -64,6 +66,7 @@ class RankAgreement:
     clear_pairs: int
     clear_alike: int
     swapped: tuple[str, ...]
+    same: tuple[tuple[str, str, float, str], ...] = ()
 
 
 def compare(recording: Recording, profile: Profile) -> list[RunComparison]:
@@ -109,18 +112,24 @@ def rank_agreement(comparisons: Sequence[RunComparison]) -> list[RankAgreement]:
     for load in sorted({comparison.run.load for comparison in comparisons}):
         members = [comparison for comparison in comparisons if comparison.run.load == load]
         pairs = alike = clear = clear_alike = 0
-        swapped = []
+        swapped, same = [], []
+        metrics_ranked = [f"{name}.{point}" for name in LATENCIES for point in ("p50", "p99")]
         for one, other in combinations(members, 2):
-            for metric in (f"{name}.{point}" for name in LATENCIES for point in ("p50", "p99")):
+            if one.simulated_metrics == other.simulated_metrics:
+                apart_by = {m: abs(one.real_metrics[m] / other.real_metrics[m] - 1) for m in metrics_ranked}
+                widest = max(apart_by, key=apart_by.__getitem__)
+                same.append((one.run.scheduler, other.run.scheduler, apart_by[widest], widest.upper()))
+                continue
+            for metric in metrics_ranked:
                 real = one.real_metrics[metric] / other.real_metrics[metric]
                 simulated = one.simulated_metrics[metric] / other.simulated_metrics[metric]
-                same = (real - 1) * (simulated - 1) > 0 or real == simulated
+                ordered = (real - 1) * (simulated - 1) > 0 or real == simulated
                 apart = abs(real - 1) > ALIKE_WITHIN
-                pairs, alike = pairs + 1, alike + same
-                clear, clear_alike = clear + apart, clear_alike + (apart and same)
-                if apart and not same:
+                pairs, alike = pairs + 1, alike + ordered
+                clear, clear_alike = clear + apart, clear_alike + (apart and ordered)
+                if apart and not ordered:
                     names = f"{one.run.scheduler} / {other.run.scheduler}"
                     swapped.append(f"{metric.upper()} of {names}: {real:.3f} real, {simulated:.3f} simulated")
-        if pairs:
-            found.append(RankAgreement(load, pairs, alike, clear, clear_alike, tuple(swapped)))
+        if pairs or same:
+            found.append(RankAgreement(load, pairs, alike, clear, clear_alike, tuple(swapped), tuple(same)))
     return found

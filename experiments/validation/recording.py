@@ -1,6 +1,6 @@
 """Recorded real runs in a form small enough to ship: three files that a simulation is held against without a device.
 
-    recording.json     format, model, machine, engine (an EngineConfig), capacity, runs
+    recording.json     format, model, machine, engine (an EngineConfig), capacity, capacities, runs
     requests.parquet   run, request_id, arrival, first_scheduled, first_token, last_token, prompt_tokens, output_tokens,
                        priority, client, reason; times in ticks of 0.1 us after the run's start
     steps.parquet      run, started, committed, executed, finished, and what the step asked of the device
@@ -28,6 +28,7 @@ from research_engine.simulation.timeline import TimedStep
 
 FORMAT = 2
 _TICKS = 10_000_000  # of the files' times, a second
+_PACKED = 19  # of 22: a fifth smaller than by default, still written in a second
 _TIMES = ("started", "committed", "executed", "finished")
 _EVENTS = ("arrival", "first_scheduled", "first_token", "last_token")
 _COUNTS = ("tokens", "sequences", "draws", "decodes", "decode_kv", "decode_kv_max", "blocks_moved", "blocks_copied")
@@ -94,8 +95,10 @@ class Recording:
         model: its name.
         machine: as `calibration.machine.machine_facts` tells it.
         engine: of every run.
-        capacity: requests per second that were served when all came at once.
+        capacity: requests per second, of which a run's load is a share.
         runs: by policy and load.
+        capacities: policy -> requests per second that it served when all came at once, of which `capacity` is the
+            least; empty in a recording of an earlier version, which measured the first policy's alone.
     """
 
     model: str
@@ -103,6 +106,7 @@ class Recording:
     engine: EngineConfig
     capacity: float
     runs: list[RecordedRun] = field(default_factory=list)
+    capacities: Mapping[str, float] = field(default_factory=dict)
 
     def save(self, directory: Path) -> None:
         """Write the three files, over what is there."""
@@ -117,15 +121,15 @@ class Recording:
             steps += [{"run": index, **_step_row(step)} for step in run.steps]
         head = {
             "format": FORMAT, "model": self.model, "machine": dict(self.machine), "engine": asdict(self.engine),
-            "capacity": self.capacity, "runs": heads,
+            "capacity": self.capacity, "capacities": dict(self.capacities), "runs": heads,
         }  # fmt: skip
         for name, rows, times in (("requests", requests, _EVENTS), ("steps", steps, _TIMES)):
             frame = pd.DataFrame(rows)
             for column in times:
                 frame[column] = (frame[column].astype("Float64") * _TICKS).round().astype("Int64")
             encoding = dict.fromkeys(times, "DELTA_BINARY_PACKED")  # times rise, so their differences are small
-            frame.to_parquet(directory / f"{name}.parquet", compression="zstd", index=False, use_dictionary=["run"],
-                             column_encoding=encoding)  # fmt: skip
+            frame.to_parquet(directory / f"{name}.parquet", compression="zstd", compression_level=_PACKED, index=False,
+                             use_dictionary=["run"], column_encoding=encoding)  # fmt: skip
         (directory / "recording.json").write_text(json.dumps(head, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
@@ -151,7 +155,10 @@ class Recording:
                 }
                 requests = [_request_of(row) for row in rows["requests"]]
                 runs.append(RecordedRun(**own, requests=requests, steps=[_step_of(row) for row in rows["steps"]]))
-            return cls(head["model"], head["machine"], EngineConfig(**engine), head["capacity"], runs)
+            return cls(
+                head["model"], head["machine"], EngineConfig(**engine), head["capacity"], runs,
+                dict(head.get("capacities", {})),
+            )  # fmt: skip
         except KeyError as error:
             raise ValueError(f"{directory}: the recording lacks {error.args[0]!r}") from error
         except (OSError, ValueError, TypeError, AttributeError) as error:

@@ -55,12 +55,13 @@ def notes(recording: Recording, profile: Profile, found: Sequence[RunComparison]
     requests = sorted({len(item.run.requests) for item in found})
     held_out = profile.held_out
     said = [
-        f"Capacity {recording.capacity:.3f} requests/s (all at once); {' or '.join(map(str, requests))} in each run.",
+        f"{_capacity(recording)}; {' or '.join(map(str, requests))} in each run.",
         "Latency and throughput: free-running simulation. Steps: the real run's batches, priced by the profile.",
     ]
     if held_out:
         said.append(f"The profile's own error on held-out steps: {held_out['mape']:.1%} mean absolute.")
-    said += [_ranks(ranks) for ranks in rank_agreement(found)]
+    for ranks in rank_agreement(found):
+        said += _ranks(ranks)
     if any((item.run.disturbed or 0.0) > DISTURBED_ABOVE for item in found):
         said.append(
             f"disturbed: other processes took more than {DISTURBED_ABOVE:.0%} of the cores during the real run."
@@ -185,12 +186,24 @@ def _shown_latencies() -> list[tuple[str, str]]:
     return [(name, point) for name in LATENCIES for point in ("p50", "p99")]
 
 
-def _ranks(ranks: RankAgreement) -> str:
+def _capacity(recording: Recording) -> str:
+    own = ", ".join(f"{name} {rate:.3f}" for name, rate in recording.capacities.items())
+    return f"Capacity {recording.capacity:.3f} requests/s (all at once{'; least of ' if own else ''}{own})"
+
+
+def _ranks(ranks: RankAgreement) -> list[str]:
     swapped = f"; not {', '.join(ranks.swapped)}" if ranks.swapped else ""
-    return (
-        f"At {ranks.load:.0%}, policies ranked alike in {ranks.alike} of {ranks.pairs} comparisons of two, and in "
-        f"{ranks.clear_alike} of the {ranks.clear_pairs} more than 2 % apart{swapped}."
-    )
+    said = [
+        f"At {ranks.load:.0%}, {one} and {other} decide alike in the simulation and have no ranks; if they did so in "
+        f"reality, too, the noise of a real run is up to {apart:.1%} ({metric})."
+        for one, other, apart, metric in ranks.same
+    ]
+    if ranks.pairs:
+        said.append(
+            f"At {ranks.load:.0%}, policies ranked alike in {ranks.alike} of {ranks.pairs} comparisons of two, and in "
+            f"{ranks.clear_alike} of the {ranks.clear_pairs} more than 2 % apart{swapped}."
+        )
+    return said
 
 
 def _percent(share: float) -> str:

@@ -134,7 +134,7 @@ def _all(limits: Limits, ladders: Ladders, rng: random.Random) -> Iterator[Desig
     longest = min(limits.max_model_len, slots) - 64
     for rows in ladders.decode:
         yield Design("decode graph", decodes=(32,) * rows)
-        yield Design("decode graph", decodes=(_log_uniform(rng, 64, 1024),) * rows)
+        yield Design("decode graph", decodes=tuple(_log_uniform(rng, 64, 1024) for _ in range(rows)))
     for tokens in ladders.tokens:
         answers = min(most_rows - 1, tokens // 2, _log_uniform(rng, 1, most_rows))
         yield Design("token graph", (64,) * answers, ((tokens - answers, 0, True),))

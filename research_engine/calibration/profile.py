@@ -39,6 +39,7 @@ from research_engine.simulation.fit import (
     refine,
     run_error,
 )
+from research_engine.simulation.power_fit import fit_power, rested_alone, rested_samples
 from research_engine.simulation.profiled import Profile, ProfiledCost
 from research_engine.simulation.step_kind import Ladders
 from research_engine.simulation.timeline import step_error, step_times
@@ -244,16 +245,30 @@ def fit(found: Measurement) -> Profile:
         held[part] = [median_sample(found.designed[design]) for design in out]
     samples = [median_sample(found.designed[design]) for design in training]
     basis = basis_of(training, found.ladders)
-    designed = fit_samples([*samples, *found.moves], basis, model=found.model, machine=found.machine)
+
+    def fit_designed(samples: Sequence[Sample]) -> Profile:
+        return fit_samples([*samples, *found.moves], basis, model=found.model, machine=found.machine)
+
+    designed = fit_designed(samples)
     parts = {part: device_error(designed, out) for part, out in held.items() if out}
     held_out = _held_out(found.served)
     seen = [step.sample for step in found.served if step.stretch not in held_out]
     origin = f"{len(found.designed)} of {found.designs_made} designed batches, {len(found.moves)} block moves"
-    profile = replace(designed, host=fit_host(seen, found.ladders, samples), overlap=found.overlap, origin=origin)
+    host = fit_host(seen, found.ladders, samples)
+    profile = replace(designed, host=host, overlap=found.overlap, origin=origin)
     parts["served steps, from the designed ones alone"] = _served_error(profile, found, held_out)
-    if found.overlap:
-        served = with_launched(found.served, refine(profile, seen, samples))
-        seen = [step.sample for step in served if step.stretch not in held_out]
+    if found.overlap:  # the device works by itself
+        counted = [step.stretch not in held_out for step in found.served]
+        timed = [step.timed for step in found.served]
+        served = [step.sample for step in found.served]
+        for _ in range(2):  # a long batch slows down within itself, so what the first limit says changes the prices
+            profile = replace(profile, power=fit_power(timed, served, counted, ProfiledCost(profile)))
+            alone = rested_alone(samples, ProfiledCost(profile))
+            profile = replace(fit_designed(alone), host=host, overlap=True, origin=origin, power=profile.power)
+        samples = alone
+        served = [step.sample for step in with_launched(found.served, profile)]
+        served = rested_samples(timed, served, ProfiledCost(profile))
+        seen = [sample for sample, own in zip(served, counted, strict=True) if own]
     refined = fit_together(profile, refine(profile, seen, samples), basis, [*samples, *found.moves], seen)
     return replace(refined, parts=parts, held_out=_served_error(refined, found, held_out))
 

@@ -16,13 +16,14 @@ from research_engine.engine.records import StepRecord
 from research_engine.engine.sampling_params import SamplingParams
 from research_engine.simulation.cost_model import work_of_record
 from research_engine.simulation.fit import Sample
+from research_engine.simulation.power import PowerState
 from research_engine.simulation.profiled import Profile, ProfiledCost
 from research_engine.simulation.step_kind import Ladders, StepKind
 from research_engine.simulation.timeline import TimedStep
 
 STRETCH = 48  # steps with about as many requests at once
 WARM_STEPS = 24  # of all of them, thrown away
-WAITED = 5e-5  # seconds of waiting for a result from which on the device, not the host, ended the step
+WAITED = 2e-4  # seconds of waiting for a result, above what reading takes, from which on the device ended the step
 _ARRIVES = 0.4  # chance that a free place is taken in a step
 
 
@@ -161,20 +162,23 @@ def with_launched(served: Sequence[Served], profile: Profile) -> list[Served]:
     ended with the host stay unseen.
     """
     cost, found = ProfiledCost(profile), list(served)
+    power = None if cost.power_limit is None else PowerState(cost.power_limit)
     result_before = ready_before = -math.inf
     for at, (step, following) in enumerate(pairwise(served)):
         sample, timed = step.sample, step.timed
         kind = profile.ladders.kind(sample.work)
         handed = timed.started + sample.schedule + sample.handover
-        launching = handed - (profile.host.launch if kind is StepKind.LAUNCHED else 0.0)
+        time = cost.time_of(sample.work)
+        launching = min(handed, timed.started + time.before) if kind is StepKind.LAUNCHED else handed
         free_at = result_before if result_before - handed > WAITED else min(ready_before, result_before)
         begin = max(launching, free_at)
+        device = time.device if power is None else power.seconds(time, begin)
         waits_from = following.timed.started + following.sample.schedule + following.sample.handover
         waited = timed.executed - waits_from > WAITED
         if kind is StepKind.LAUNCHED and waited and math.isnan(sample.device) and ready_before > -math.inf:
             found[at] = step._replace(sample=sample._replace(device=timed.executed - begin))
         result_before = timed.executed
-        ready_before = timed.executed if waited else begin + cost.time_of(sample.work).device
+        ready_before = timed.executed if waited else begin + device
     return found
 
 

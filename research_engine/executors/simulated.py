@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from research_engine.engine.contract import Batch, Request, StepResult
 from research_engine.simulation.clock import VirtualClock
 from research_engine.simulation.cost_model import CostModel, StepTime
+from research_engine.simulation.power import PowerState
 
 
 class SimulatedStep:
@@ -50,6 +51,8 @@ class SimulatedExecutor:
     def __init__(self, cost_model: CostModel, clock: VirtualClock) -> None:
         self._cost_model: CostModel | None = cost_model
         self._step_time = getattr(cost_model, "step_time", None)
+        limit = getattr(cost_model, "power_limit", None)
+        self._power = None if limit is None else PowerState(limit)
         self._clock = clock
         self._free_at = -math.inf  # when the device has done what it was given
         self._token = 0
@@ -78,7 +81,9 @@ class SimulatedExecutor:
         clock.advance(time.before)
         launching = clock.now()
         launched = launching + time.launch
-        self._free_at = max(launched, max(self._free_at, launching) + time.device)
+        begin = max(self._free_at, launching)
+        device = time.device if self._power is None else self._power.seconds(time, begin)
+        self._free_at = max(launched, begin + device)
         clock.reach(launched)
         token = self._token
         result = StepResult([token if draws else -1 for _, _, _, draws, _ in batch.rows])

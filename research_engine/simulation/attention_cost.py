@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .cost_model import Work, single_prefill
+from .cost_model import Work, longest_prefill, single_prefill
 from .curve import Grid
+
+_SECONDS = ("base", "per_row", "per_token", "per_longest", "per_longest_prefill")
 
 
 class AttentionCost(Protocol):
@@ -26,11 +28,14 @@ class AttentionCost(Protocol):
 
 @dataclass(frozen=True)
 class AttentionFormula:
-    """Decode: a + b n + c sum(kv) + d max(kv), nothing without decode rows. Prefill: pairs times seconds a pair.
+    """Decode: a + b n + c sum(kv) + d max(kv), nothing without such rows. Prefill: pairs x seconds a pair + e max(kv).
+
+    Few tokens after many take as long as it takes one thread block to go through the context; that is what e says.
 
     Args:
         base, per_row, per_token, per_longest: a, b, c, d in seconds; n rows of one token.
         prefill: (tokens, tokens computed before) -> seconds a query-key pair; interpolated, and constant beyond.
+        per_longest_prefill: e in seconds.
     """
 
     base: float
@@ -38,9 +43,10 @@ class AttentionFormula:
     per_token: float
     per_longest: float
     prefill: Mapping[tuple[float, ...], float]
+    per_longest_prefill: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("base", "per_row", "per_token", "per_longest"):
+        for name in _SECONDS:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"attention {name} = {getattr(self, name)!r}: must be finite seconds >= 0")
         object.__setattr__(self, "_rate", Grid(self.prefill))
@@ -59,10 +65,10 @@ class AttentionFormula:
         for tokens, before in work.prefills:
             rate = self._rate(min(tokens, most_tokens), min(before, most_before))  # type: ignore[attr-defined]
             seconds += rate * tokens * (before + (tokens + 1) / 2)
-        return seconds
+        return seconds + self.per_longest_prefill * longest_prefill(work.prefills)
 
     def as_json(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("base", "per_row", "per_token", "per_longest")}
+        own = {name: getattr(self, name) for name in _SECONDS}
         return {"kind": "formula", **own, "prefill": [[*point, rate] for point, rate in self.prefill.items()]}
 
 
@@ -116,8 +122,7 @@ def attention_from_json(data: Mapping[str, Any]) -> AttentionCost:
     """
     if data["kind"] == "formula":
         prefill: dict[tuple[float, ...], float] = {(tokens, before): rate for tokens, before, rate in data["prefill"]}
-        names = ("base", "per_row", "per_token", "per_longest")
-        return AttentionFormula(**{name: data[name] for name in names}, prefill=prefill)
+        return AttentionFormula(**{name: data[name] for name in _SECONDS if name in data}, prefill=prefill)
     if data["kind"] == "table":
         return AttentionTable((c, before, n, kv, seconds) for c, before, n, kv, seconds in data["rows"])
     raise ValueError(f"attention kind {data['kind']!r}: must be formula or table")

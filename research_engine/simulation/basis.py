@@ -1,12 +1,13 @@
 """What the device's time of a step is made of, as numbers that a linear fit multiplies by its unknowns.
 
-    decode graph   base + ramps(padded rows)   + c sum(kv) + d max(kv)
-    token graph    base + ramps(padded tokens) + [a + b n + c sum(kv) + d max(kv)] + rate(chunk, kv) pairs
+    decode graph   table(padded rows)   + c sum(kv) + d max(kv)
+    token graph    table(padded tokens) + [a + b n + c sum(kv) + d max(kv)] + rate(chunk, kv) pairs + e max(kv)
     launched       base + ramps(tokens) + ramps(draws) + the same attention
     block moves    latency + blocks x time
 
 kv are the contexts of the n rows of one token, pairs the causal query-key pairs of the other rows, whose rate is
-interpolated over a grid. Ramps are piecewise linear and never fall.
+interpolated over a grid. Ramps are piecewise linear and never fall; a graph's table may, since a library chooses other
+kernels for another size, and a larger graph can be the quicker one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 
 from .attention_cost import AttentionFormula
-from .cost_model import Work
+from .cost_model import Work, longest_prefill
 from .curve import Curve
 from .profiled import Profile
 from .step_kind import NO_GRAPHS, Ladders, StepKind
@@ -56,9 +57,11 @@ class Basis:
             dense = [1.0 if work.tokens else 0.0, *ramps(work.tokens, self.dense)]
             head = ramps(work.draws, (0.0, *self.head))
         else:
-            tables[kind] = [1.0, *ramps(size, graphs[kind])]
+            for at, share in _weights(size, graphs[kind]):
+                tables[kind][at] = share
         apart = 0.0 if kind is StepKind.DECODE_GRAPH else 1.0  # a decode graph's table holds what a and b are
         decode = [apart * (work.decodes > 0), apart * work.decodes, work.decode_kv, work.decode_kv_max]
+        longest = longest_prefill(work.prefills)
         rates = np.zeros((len(self.chunks), len(self.befores)))
         for tokens, before in work.prefills:
             pairs = tokens * (before + (tokens + 1) / 2)
@@ -67,12 +70,12 @@ class Basis:
                     rates[row, column] += pairs * share * other
         moved, copied = work.blocks_moved, work.blocks_copied
         moves = [float(moved > 0), moved, float(copied > 0), copied]
-        return [*tables[StepKind.DECODE_GRAPH], *tables[StepKind.TOKEN_GRAPH], *dense, *head, *decode, *moves,
-                *rates.ravel()]  # fmt: skip
+        return [*tables[StepKind.DECODE_GRAPH], *tables[StepKind.TOKEN_GRAPH], *dense, *head, *decode, longest,
+                *moves, *rates.ravel()]  # fmt: skip
 
     def smoothness(self, typical_rate: float) -> np.ndarray:
         """Rows, one a pair of neighbours in the grid of rates, that ask for equal rates."""
-        first = len(self.decode_graph) + len(self.token_graph) + len(self.dense) + len(self.head) + 8
+        first = len(self.decode_graph) + len(self.token_graph) + len(self.dense) + len(self.head) + 9
         grid = first + np.arange(len(self.chunks) * len(self.befores)).reshape(len(self.chunks), len(self.befores))
         rows = []
         for left, right in (*zip(grid[:-1].ravel(), grid[1:].ravel(), strict=True),
@@ -85,11 +88,11 @@ class Basis:
     def profile(self, values: Iterable[float], model: str, machine: Mapping[str, str]) -> Profile:
         """The profile whose unknowns are `values`, without host time."""
         at = iter(float(value) for value in values)
-        graphs = [heights(next(at), [next(at) for _ in knots[1:]], knots) if knots else None
-                  for knots in (self.decode_graph, self.token_graph)]  # fmt: skip
+        graphs = [Curve([(size, next(at)) for size in sizes]) if sizes else None
+                  for sizes in (self.decode_graph, self.token_graph)]  # fmt: skip
         dense = heights(next(at), [next(at) for _ in self.dense[1:]], self.dense)
         head = heights(0.0, [next(at) for _ in self.head], (0.0, *self.head))
-        a, b, c, d = (next(at) for _ in range(4))
+        a, b, c, d, e = (next(at) for _ in range(5))
         move, copy = (next(at), next(at)), (next(at), next(at))
         rates: dict[tuple[float, ...], float] = {(t, k): next(at) for t in self.chunks for k in self.befores}
         return Profile(
@@ -97,7 +100,7 @@ class Basis:
             machine=machine,
             dense=dense,
             head=head,
-            attention=AttentionFormula(a, b, c, d, rates),
+            attention=AttentionFormula(a, b, c, d, rates, e),
             ladders=Ladders(self.ladders.decode if self.decode_graph else (),
                             self.ladders.tokens if self.token_graph else ()),
             decode_graph=graphs[0],

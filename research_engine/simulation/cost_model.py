@@ -16,16 +16,20 @@ class StepTime(NamedTuple):
         launch: the host, handing kernels over one by one while the device already works on the first.
         device: the device, if kernels are there as soon as it wants them.
         after: the host, from the moment the tokens are out until it can look at the next step.
+        rate: tokens that the device takes a second in this step, padding included.
+        slope: share by which the device takes longer at twice the threshold of its power limit (power.py).
     """
 
     before: float
     launch: float
     device: float
     after: float
+    rate: float = 0.0
+    slope: float = 0.0
 
     @property
     def total(self) -> float:
-        """Of a step that runs alone."""
+        """Of a step that runs alone, on a rested device."""
         return self.before + max(self.launch, self.device) + self.after
 
 
@@ -34,7 +38,8 @@ class CostModel(Protocol):
     """Prices a step from its batch alone: no clock, no state of the engine beside what the batch says.
 
     A model may also have `step_time(batch)`, a StepTime: an engine that runs ahead hides the host's part of it behind
-    the device's, or the other way round. Without it, all of the time is the device's.
+    the device's, or the other way round. Without it, all of the time is the device's. Such a model may have a
+    `power_limit` (a power.PowerLimit, or None), by which steps take the device longer when it has been busy.
     """
 
     def seconds(self, batch: Batch) -> float:
@@ -117,3 +122,8 @@ def single_prefill(prefills: tuple[tuple[int, int], ...]) -> tuple[int, float]:
         chunk += tokens
         pairs += tokens * (before + (tokens + 1) / 2)
     return (int(chunk), pairs / chunk - (chunk + 1) / 2) if chunk else (0, 0.0)
+
+
+def longest_prefill(prefills: tuple[tuple[int, int], ...]) -> int:
+    """Tokens of the longest context of `prefills`, its own chunk included; 0 for none."""
+    return max((tokens + before for tokens, before in prefills), default=0)

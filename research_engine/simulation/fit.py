@@ -154,8 +154,9 @@ def fit_host(samples: Sequence[Sample], ladders: Ladders, handed: Sequence[Sampl
 def refine(profile: Profile, samples: Sequence[Sample], handed: Sequence[Sample] = ()) -> Profile:
     """Fit a measured profile once more, to the steps of real runs: how much of each part they take, and host time.
 
-    What designed batches cannot show (a device that is warm and never rests, rows that stay from step to step, the
-    policy's own time) goes into a factor for each part, which is pulled towards 1, and into the host's pieces.
+    What designed batches cannot show (contexts as unequal as they come, rows that stay from step to step, the policy's
+    own time) goes into a factor for each part, which is pulled towards 1, one for each size of a graph, and into the
+    host's pieces.
 
     Args:
         profile: measured; its attention is a formula.
@@ -178,9 +179,9 @@ def refine(profile: Profile, samples: Sequence[Sample], handed: Sequence[Sample]
     own, decode, prefill = profile.attention, factor["decode"], factor["prefill"]
     attention = AttentionFormula(
         own.base * decode, own.per_row * decode, own.per_token * decode, own.per_longest * decode,
-        {point: rate * prefill for point, rate in own.prefill.items()},
+        {point: rate * prefill for point, rate in own.prefill.items()}, own.per_longest_prefill * prefill,
     )  # fmt: skip
-    return replace(
+    scaled = replace(
         profile,
         dense=_scaled(profile.dense, factor["dense"]),
         head=_scaled(profile.head, factor["head"]),
@@ -192,6 +193,7 @@ def refine(profile: Profile, samples: Sequence[Sample], handed: Sequence[Sample]
         host=fit_host(samples, profile.ladders, handed),
         origin=f"{profile.origin}; refined on {len(samples)} served steps",
     )
+    return _follow_sizes(scaled, seen)
 
 
 def fit_together(
@@ -263,6 +265,24 @@ def _line(seconds: Sequence[float], counts: Sequence[Sequence[float]]) -> list[f
         return [0.0] * (1 + len(counts[0]) if counts else 2)
     rows = np.array([[1.0, *own] for own in counts])
     return [float(x) for x in solve(rows, np.array(seconds), np.full(len(seconds), float(np.mean(seconds)) or 1.0))]
+
+
+def _follow_sizes(profile: Profile, samples: Sequence[Sample]) -> Profile:
+    """Each graph's table by how much longer its sizes took in real steps; interpolated where a size was not served."""
+    cost = ProfiledCost(profile)
+    ratios: dict[StepKind, dict[int, list[float]]] = {StepKind.DECODE_GRAPH: {}, StepKind.TOKEN_GRAPH: {}}
+    for sample in samples:
+        kind, size = profile.ladders.placed(sample.work)
+        if kind in ratios:
+            ratios[kind].setdefault(size, []).append(sample.device / cost.time_of(sample.work).device)
+    tables = []
+    for curve, own in zip((profile.decode_graph, profile.token_graph), ratios.values(), strict=True):
+        known = sorted((size, float(np.median(found))) for size, found in own.items() if len(found) >= STEPS_PER_KNOT)
+        if curve is not None and known:
+            sizes, factors = zip(*known, strict=True)
+            curve = Curve((x, y * float(np.interp(x, sizes, factors))) for x, y in curve.points)
+        tables.append(curve)
+    return replace(profile, decode_graph=tables[0], token_graph=tables[1])
 
 
 def _scaled(curve: Curve, factor: float) -> Curve:

@@ -3,6 +3,7 @@
     decode graph   table(padded rows) + c sum(kv) + d max(kv)
     token graph    table(padded tokens) + attention
     launched       dense(tokens) + head(rows drawn) + attention
+    longer         where the device has been busy lately and its power is limited (power.py)
 
 Attention is one of attention_cost.py's. A graph's table holds everything else, the head and what attention costs with
 next to no context included. Beside these, which the device takes, there are block moves and the host's part.
@@ -22,6 +23,7 @@ from .attention_cost import AttentionCost, AttentionFormula, attention_from_json
 from .cost_model import StepTime, Work, work_of
 from .curve import Curve
 from .host_cost import NO_HOST, HostCost
+from .power import PowerLimit
 from .step_kind import NO_GRAPHS, Ladders, StepKind
 
 FORMAT = 3
@@ -48,6 +50,8 @@ class Profile:
         overlap: whether the engine runs ahead, scheduling a step while the device is busy with the one before.
         decode_graph, token_graph: padded size -> seconds of a graph without the contexts' part of attention, at some
             of those sizes; needed where there are such graphs.
+        power: what a device that has been busy takes longer; None where that was not seen. Everything else here is of
+            a rested one.
         block_move: (latency, seconds a block) of swapping blocks in a step; block_copy: of copying them on the device.
         held_out: error on steps it was not made from: steps, mape and bias (mean signed), shares of the step time;
             empty where nothing was held out.
@@ -65,6 +69,7 @@ class Profile:
     overlap: bool = False
     decode_graph: Curve | None = None
     token_graph: Curve | None = None
+    power: PowerLimit | None = None
     block_move: tuple[float, float] = (0.0, 0.0)
     block_copy: tuple[float, float] = (0.0, 0.0)
     held_out: Mapping[str, float] = field(default_factory=dict)
@@ -105,6 +110,7 @@ class Profile:
             "held_out": dict(self.held_out), "parts": {name: dict(error) for name, error in self.parts.items()},
             "host": self.host.as_json(), "ladders": self.ladders, "overlap": self.overlap,
             "decode_graph": _points(self.decode_graph), "token_graph": _points(self.token_graph),
+            "power": None if self.power is None else self.power.as_json(),
             "block_move": self.block_move, "block_copy": self.block_copy,
             "dense": self.dense.points, "head": self.head.points, "attention": self.attention.as_json(),
         }  # fmt: skip
@@ -141,6 +147,7 @@ class Profile:
                 overlap=_flag(data["overlap"]),
                 decode_graph=_curve(data["decode_graph"]),
                 token_graph=_curve(data["token_graph"]),
+                power=None if data.get("power") is None else PowerLimit.from_json(data["power"]),
                 block_move=_two(data["block_move"]),
                 block_copy=_two(data["block_copy"]),
                 held_out={name: float(value) for name, value in data["held_out"].items()},
@@ -157,7 +164,7 @@ class ProfiledCost:
     """A CostModel that looks a profile up; off its tables it extrapolates, smoothly."""
 
     def __init__(self, profile: Profile) -> None:
-        self.profile = profile
+        self.profile, self.power_limit = profile, profile.power
         self._tables: dict[tuple[StepKind, int, int], float] = {}  # a run meets few different numbers
 
     def seconds(self, batch: Batch) -> float:
@@ -184,7 +191,9 @@ class ProfiledCost:
             device += profile.block_move[0] + work.blocks_moved * profile.block_move[1]
         if work.blocks_copied:
             device += profile.block_copy[0] + work.blocks_copied * profile.block_copy[1]
-        return StepTime(before, launch, device, after)
+        if profile.power is None or device <= 0.0:
+            return StepTime(before, launch, device, after)
+        return StepTime(before, launch, device, after, size / device, profile.power.slopes.get(kind, 0.0))
 
     def parts(self, work: Work) -> dict[str, float]:
         """The device's time by what it goes to: decode graph, token graph, dense, head, decode, prefill, moves."""

@@ -9,7 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from .cost_model import Work
+from .power import PowerState
 from .profiled import ProfiledCost
+
+_AWAY = 1.0  # a step's own time, by which its result may be later than foretold and the device still have ended it
 
 
 class TimedStep(NamedTuple):
@@ -37,17 +40,26 @@ def step_times(steps: Sequence[TimedStep], cost: ProfiledCost, *, overlap: bool)
     for the result once it has handed over the next step.
     """
     times = [cost.time_of(step.work) for step in steps]
+    power = None if cost.power_limit is None else PowerState(cost.power_limit)
     if not overlap:
+        if power is not None:
+            times = [
+                time._replace(device=power.seconds(time, step.started + time.before))
+                for step, time in zip(steps, times, strict=True)
+            ]
         return np.array([s.finished - s.started for s in steps]), np.array([time.total for time in times])
     real, foretold = [], []
-    result_before = free_at = -math.inf
+    result_before = free_at = device = -math.inf
     for index, (step, time) in enumerate(zip(steps, times, strict=True)):
         begin = max(step.started, result_before)
         launching = step.started + time.before
-        if result_before > launching + time.launch:  # waited for: the device was done at that moment
+        away = result_before - free_at > _AWAY * device  # no step takes that long: the host came back late
+        if result_before > launching + time.launch and not away:  # waited for: the device was done at that moment
             free_at = result_before
-        free_at = max(launching + time.launch, max(min(free_at, result_before), launching) + time.device)
-        seen = free_at
+        begins = max(min(free_at, result_before), launching)
+        device = time.device if power is None else power.seconds(time, begins)
+        free_at = max(launching + time.launch, begins + device)
+        seen = max(free_at, begin)  # results are read in order
         if index + 1 < len(steps) and steps[index + 1].started < step.executed:
             own = times[index + 1]
             seen = max(seen, steps[index + 1].started + own.before + own.launch)

@@ -37,6 +37,7 @@ from research_engine.simulation.cost_model import Work, work_of
 from research_engine.simulation.curve import Curve
 from research_engine.simulation.fit import Sample
 from research_engine.simulation.host_cost import HostCost
+from research_engine.simulation.power import PowerLimit, PowerState
 from research_engine.simulation.profiled import Profile, ProfiledCost
 from research_engine.simulation.step_kind import NO_GRAPHS, Ladders, StepKind
 
@@ -96,7 +97,10 @@ def planted(profile: Profile, overlap: bool, steps: int = 1200, loaded: Profile 
     def sample(work: Work) -> Sample:
         time = cost.time_of(work)
         handover = profile.host.seconds(profile.ladders.kind(work), work)
-        return Sample(work, time.device, handover=sum(handover[:2]) - profile.host.schedule[0])
+        device = time.device
+        if in_serving.power_limit is not None:  # it finds the device rested, and tires it
+            device = PowerState(in_serving.power_limit).seconds(in_serving.time_of(work), 0.0)
+        return Sample(work, device, handover=sum(handover[:2]) - profile.host.schedule[0])
 
     designs = make_designs(Limits(64, 1024, 8192, 4000, 16), profile.ladders, steps=7, seed=0)
     designed = {design: [sample(own.work) for own in bench.designed(design)] for design in designs}
@@ -167,6 +171,35 @@ def test_a_table_follows_what_was_served_where_a_device_under_load_is_slower_in_
     assert profile.held_out["mape"] < 0.015
     for size in (1, 8, 32, 64):  # too few steps were served with 9 to 16 rows to tell them apart from larger ones
         assert profile.decode_graph(size) == pytest.approx(table(size), rel=0.01)
+
+
+def test_a_power_limit_comes_back_with_the_times_of_a_rested_device():
+    slopes = {StepKind.DECODE_GRAPH: 0.06, StepKind.TOKEN_GRAPH: 0.12, StepKind.LAUNCHED: 0.12}
+    limit = PowerLimit(0.04, 9000.0, slopes)
+    found = planted(ON_GPU, overlap=True, loaded=replace(ON_GPU, power=limit))
+    profile = fit(found)
+    assert profile.parts["served steps, from the designed ones alone"]["mape"] > 0.02
+    assert profile.held_out["mape"] < 0.01
+    assert profile.power is not None
+    assert profile.power.window == pytest.approx(limit.window, rel=0.5)
+    assert profile.power.threshold == pytest.approx(limit.threshold, rel=0.2)
+    for size in ON_GPU.ladders.tokens:
+        assert profile.token_graph(size) == pytest.approx(ON_GPU.token_graph(size), rel=0.02)
+    for kind, slope in slopes.items():  # by which steps take longer at thrice the threshold
+        share = [own.slopes[kind] * (3 * 9000.0 / own.threshold - 1) for own in (profile.power, limit)]
+        assert share[0] == pytest.approx(share[1], rel=0.2), (kind, slope)
+
+
+def test_without_a_power_limit_none_is_found():
+    assert fit(planted(ON_GPU, overlap=True)).power is None
+    assert fit(planted(TRUE, overlap=False)).power is None
+
+
+def test_a_graph_may_take_longer_than_a_larger_one():
+    table = Curve([(64, 5e-3), (128, 9e-3), (192, 7e-3), (256, 9e-3)])
+    profile = fit(planted(replace(ON_GPU, token_graph=table), overlap=True))
+    for size, seconds in table.points:
+        assert profile.token_graph(size) == pytest.approx(seconds, rel=0.02)
 
 
 def test_launched_steps_whose_beginning_nobody_saw_are_timed_with_the_help_of_the_others():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -10,8 +11,10 @@ from research_engine.engine.records import StepRecord
 from research_engine.simulation.attention_cost import AttentionFormula
 from research_engine.simulation.basis import Basis
 from research_engine.simulation.cost_model import Work, work_of_record
+from research_engine.simulation.curve import Curve
 from research_engine.simulation.fit import Sample, device_error, fit_profile, fit_samples, refine, run_error
 from research_engine.simulation.profiled import ProfiledCost
+from research_engine.simulation.step_kind import Ladders
 
 BASE, PER_ROW, PER_KV, PER_PAIR = 3e-3, 5e-6, 4e-9, 6e-10
 
@@ -134,6 +137,35 @@ def test_a_rate_table_comes_back_between_its_points_and_beyond_them():
     profile = fit_samples(samples, basis, model="m", machine={})
     for point, rate in true.prefill.items():
         assert profile.attention.prefill[point] == pytest.approx(rate, rel=0.1)
+
+
+def test_few_tokens_after_many_take_the_time_of_their_context_and_it_comes_back():
+    true = AttentionFormula(0.0, 0.0, 0.0, 0.0, {(16, 0): 3e-10}, 4e-7)
+    rng = random.Random(0)
+    works = [Work(c, 2, 0, prefills=((c, rng.randrange(8000)), (2, 5))) for c in range(2, 200, 2)]
+    samples = [Sample(work, 5e-3 + true.seconds(work)) for work in works]
+    basis = Basis((1.0, 200.0), chunks=(16.0,), befores=(0.0,))
+    profile = fit_samples(samples, basis, model="m", machine={})
+    assert profile.attention.per_longest_prefill == pytest.approx(4e-7, rel=0.02)
+    assert profile.attention.prefill[(16, 0)] == pytest.approx(3e-10, rel=0.1)
+
+
+def test_a_size_of_a_graph_that_was_not_served_follows_its_neighbours():
+    ladders = Ladders((8, 16, 32))
+    designed = replace(
+        fit_profile(steps(400), model="m", machine={}), ladders=ladders,
+        decode_graph=Curve([(8, 3e-3), (16, 4e-3), (32, 5e-3)]),
+    )  # fmt: skip
+    works = {rows: Work(rows, rows, rows, rows, 100 * rows, 100) for rows in (8, 16, 32)}
+    longer = {8: 1.1, 32: 1.4}
+    served = [
+        Sample(works[rows], factor * ProfiledCost(designed).time_of(works[rows]).device)
+        for rows, factor in longer.items() for _ in range(20)
+    ]  # fmt: skip
+    refined = ProfiledCost(refine(designed, served))
+    for rows, factor in {**longer, 16: 1.1 + 0.3 / 3}.items():
+        ratio = refined.time_of(works[rows]).device / ProfiledCost(designed).time_of(works[rows]).device
+        assert ratio == pytest.approx(factor, rel=0.01)
 
 
 def test_a_step_that_something_disturbed_does_not_bend_the_fit():

@@ -18,6 +18,7 @@ from research_engine.simulation.build import simulated_engine
 from research_engine.simulation.cost_model import work_of_record
 from research_engine.simulation.curve import Curve
 from research_engine.simulation.host_cost import HostCost
+from research_engine.simulation.power import PowerLimit
 from research_engine.simulation.profiled import Profile, ProfiledCost
 from research_engine.simulation.step_kind import Ladders, StepKind
 from research_engine.simulation.timeline import TimedStep, step_error, step_times
@@ -59,6 +60,34 @@ def test_with_the_true_costs_no_step_is_foretold_wrongly(overlap, seconds):
     assert {profile.ladders.kind(step.work) for step in steps} == {StepKind.DECODE_GRAPH, StepKind.LAUNCHED}
     real, foretold = step_times(steps, ProfiledCost(profile), overlap=overlap)
     assert foretold == pytest.approx(real, abs=1e-9)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_with_the_true_power_limit_no_step_is_foretold_wrongly(overlap):
+    limit = PowerLimit(0.03, 1500.0, dict.fromkeys(StepKind, 0.1))
+    profile = replace(launching(5e-4), power=limit)
+    steps = run_of(profile, overlap=overlap)
+    real, foretold = step_times(steps, ProfiledCost(profile), overlap=overlap)
+    assert foretold == pytest.approx(real, abs=1e-9)
+    rested = step_times(steps, ProfiledCost(replace(profile, power=None)), overlap=overlap)[1]
+    assert (rested / real).min() < 0.95
+
+
+def test_a_host_that_was_away_is_not_taken_for_a_device_that_was_slow():
+    profile = launching(5e-4)
+    steps = run_of(profile, overlap=True)
+    at = next(i for i in range(10, len(steps)) if steps[i].started < steps[i - 1].executed)
+    late = [
+        step._replace(
+            started=step.started + 0.2 * (i > at),
+            executed=step.executed + 0.2 * (i >= at),
+            finished=step.finished + 0.2 * (i >= at),
+        )
+        for i, step in enumerate(steps)
+    ]
+    late[at + 1] = late[at + 1]._replace(started=steps[at + 1].started, executed=late[at].executed + 1e-4)
+    _, foretold = step_times(late, ProfiledCost(profile), overlap=True)
+    assert foretold[at + 1] < 2e-3
 
 
 def test_an_error_in_one_step_is_not_carried_into_the_next_where_the_device_was_waited_for():

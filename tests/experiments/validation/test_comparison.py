@@ -51,9 +51,25 @@ def test_ranks_are_counted_pair_by_pair():
     agreement = rank_agreement(compare(own, PROFILE))
     assert [ranks.load for ranks in agreement] == [0.5, 0.8, 0.95]
     for ranks in agreement:
-        assert ranks.pairs == 3 * 2 * len(LATENCIES)
+        assert ranks.pairs == (3 - len(ranks.same)) * 2 * len(LATENCIES)
         assert ranks.alike == ranks.pairs
         assert ranks.swapped == ()
+    assert agreement[-1].same == ()
+
+
+def test_policies_that_decide_alike_have_no_ranks_and_show_the_noise():
+    own = recording()
+    runs = [run for run in own.runs if run.load == 0.5 and run.scheduler in ("fcfs", "chunked_prefill")]
+    late = [replace(r, last_token_time=r.arrival_time + 1.1 * (r.last_token_time - r.arrival_time))
+            for r in runs[1].requests]  # fmt: skip
+    found = compare(replace(own, runs=[runs[0], replace(runs[1], requests=late)]), PROFILE)
+    (ranks,) = rank_agreement(found)
+    assert ranks.pairs == 0
+    ((one, other, apart, metric),) = ranks.same
+    assert (one, other) == ("fcfs", "chunked_prefill")
+    assert apart > 0.05
+    assert metric.startswith(("E2E", "TPOT"))
+    assert any("decide alike in the simulation" in line for line in markdown(own, PROFILE, found))
 
 
 def test_a_swapped_pair_is_named():

@@ -12,10 +12,11 @@ from tests.experiments.validation.runs import recording
 
 
 def test_a_recording_survives_its_files(tmp_path):
-    own = recording()
+    own = replace(recording(), capacities={"fcfs": 21.0, "sjf": 20.0})
     own.save(tmp_path / "r")
     read = Recording.load(tmp_path / "r")
     assert (read.model, read.machine, read.engine, read.capacity) == (own.model, own.machine, own.engine, own.capacity)
+    assert read.capacities == own.capacities
     for again, run in zip(read.runs, own.runs, strict=True):
         assert (again.scheduler, again.load, again.rate, again.disturbed) == (run.scheduler, run.load, run.rate, 0.0)
         assert [step.work for step in again.steps] == [step.work for step in run.steps]
@@ -26,6 +27,14 @@ def test_a_recording_survives_its_files(tmp_path):
         assert [a.time for a in again.arrivals] == pytest.approx([a.time for a in run.arrivals], abs=6e-8)
         ends = [[r.last_token_time for r in own.requests] for own in (again, run)]
         assert ends[0] == pytest.approx(ends[1], abs=6e-8)
+
+
+def test_a_recording_of_before_the_capacities_is_read(tmp_path):
+    recording().save(tmp_path)
+    head = json.loads((tmp_path / "recording.json").read_text())
+    del head["capacities"]
+    (tmp_path / "recording.json").write_text(json.dumps(head))
+    assert Recording.load(tmp_path).capacities == {}
 
 
 def test_times_count_from_the_runs_start():

@@ -24,7 +24,10 @@ def test_real_and_simulated_serve_the_same_requests(tmp_path, capsys):
     assert [(run.load, run.scheduler) for run in recording.runs] == [
         (load, policy) for load in (0.5, 0.8, 0.95) for policy in ("fcfs", "sjf")
     ]
+    assert set(recording.capacities) == {"fcfs", "sjf"}
+    assert recording.capacity == min(recording.capacities.values())
     for run in recording.runs:
+        assert run.rate == run.load * recording.capacity
         assert len(run.requests) == 8
         assert sum(step.work.draws for step in run.steps) == sum(r.output_tokens for r in run.requests)
     assert capsys.readouterr().out.count("| sjf |") == 3
