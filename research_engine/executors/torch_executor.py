@@ -98,7 +98,7 @@ class TorchExecutor:
         self._most_padded = max(token_sizes, default=0)
 
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture the graphs, of which each would otherwise be captured at its first use.
+        """Capture the graphs, of which each would otherwise be captured at its first use, and drop those that are slow.
 
         Args:
             progress: called with (captured, all) after each.
@@ -108,6 +108,8 @@ class TorchExecutor:
         with torch.inference_mode():
             self._graphs.capture_all(lambda done, _: tell(done, count))
             self._token_graphs.capture_all(lambda done, _: tell(len(self._graphs.sizes) + done, count))
+            for graphs in (self._graphs, self._token_graphs):
+                graphs.drop_slow()
 
     @property
     def graph_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

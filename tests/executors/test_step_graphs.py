@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from research_engine.executors.step_graphs import StepGraphs, ladder, token_ladder
+from research_engine.executors.step_graphs import StepGraphs, ladder, token_ladder, worth_keeping
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 64, 100, 256, 1000, 1024])
@@ -31,3 +31,14 @@ def test_without_a_gpu_every_size_is_run_as_it_is():
     assert graphs.run(13).shape == (13,)
     graphs.capture_all()
     assert ran == [13]
+
+
+def test_a_size_that_takes_clearly_longer_than_a_larger_one_is_not_kept():
+    milliseconds = {384: 9.67, 448: 15.45, 512: 11.89, 576: 14.43, 640: 14.58, 832: 20.48, 896: 20.01}
+    assert worth_keeping({size: each / 1000 for size, each in milliseconds.items()}) == [384, 512, 576, 640, 832, 896]
+
+
+def test_of_sizes_that_take_alike_all_are_kept_and_the_largest_always_is():
+    assert worth_keeping({8: 1.02, 16: 1.01, 24: 1.0}) == [8, 16, 24]
+    assert worth_keeping({1: 9.0, 2: 9.0, 4: 1.0}) == [4]
+    assert worth_keeping({}) == []
