@@ -15,7 +15,7 @@ Output = TypeVar("Output")
 _MOST_TOKENS = 1024  # of a step with prompts that is a graph
 _TOKENS_APART = 64  # of two such graphs
 _LAUNCH_BOUND = 8.4e12  # tokens times parameters: some 20 ms of an H200; launching takes its host 7 to 14 ms
-_CLEARLY = 1.05  # how much longer: two starts of an engine should choose alike
+_CLEARLY = 1.1  # how much longer: two starts of an engine should choose alike
 
 
 def ladder(most: int) -> list[int]:
