@@ -44,7 +44,7 @@ def make_quantized_matmul(kind: str) -> Callable[[Sizes, Setting], Problem]:
         expected = reference.quantized_matmul(x, columns_of(weight, 0, last))
 
         def run() -> Results:
-            kernels.quantized_matmul(x, weight, out=out, workspace=workspace)
+            kernels.quantized_matmul(x, weight, out=out, workspace=workspace, overlap=True)  # as a model's layers
             return (out,)
 
         def reset() -> None:
