@@ -57,6 +57,7 @@ constexpr const char* kOp = "paged_attention (path decode, tensor cores)";
 // Up to so many bytes keys and values leave the L2 cache first, so that they do not push dirty lines out, which takes time. Beyond,
 // lines that stay cost more than they save: 4 % at 1 GB on an H200, whose L2 cache holds 60 MB.
 constexpr int64_t kReadOnceBytes = 384 << 20;
+constexpr uint64_t kNoHint = 0;
 
 template <typename C, int kD, int kRows> class DecodeBlock : DecodeMerge<C, kD, kRows> {
   using Base = DecodeMerge<C, kD, kRows>;
@@ -74,7 +75,7 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeMerge<C, kD, 
     if (!decode::find_share(p_, plan, use, this->scratch())) return;
     this->clear(use);
     const int64_t bytes = static_cast<int64_t>(plan.total) * p_.unit.value * (2 * kD * static_cast<int>(sizeof(C)));
-    policy_ = bytes > kReadOnceBytes ? kNoPolicy : read_once_policy();
+    policy_ = bytes > kReadOnceBytes ? kNoHint : read_once_policy();
     if (use.left > 0) stream(use, plan);
     if (plan.by_cluster) {
       this->end_in_cluster(use);
@@ -186,8 +187,8 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeMerge<C, kD, 
             const int row = (i + lane_) / Shape::kChunks, chunk = (i + lane_) % Shape::kChunks;
             if (beyond(i)) continue;
             const bool valid = row >= low && row < high;
-            copy_async_16(keys + Shape::offset(row, chunk), key_rows + i * Shape::kInChunk, valid, policy_);
-            copy_async_16(values + Shape::offset(row, chunk), value_rows + i * Shape::kInChunk, valid, policy_);
+            copy(keys + Shape::offset(row, chunk), key_rows + i * Shape::kInChunk, valid);
+            copy(values + Shape::offset(row, chunk), value_rows + i * Shape::kInChunk, valid);
           }
         }
       } else {
@@ -200,8 +201,8 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeMerge<C, kD, 
           const int offset = __shfl_sync(0xffffffffu, inside, row % kTile) * kD + chunk * Shape::kInChunk;
           const int64_t at = max(block, int64_t{0});
           if (beyond(i)) continue;
-          copy_async_16(keys + Shape::offset(row, chunk), key_head + at * p_.key_block_stride + offset, block >= 0, policy_);
-          copy_async_16(values + Shape::offset(row, chunk), value_head + at * p_.value_block_stride + offset, block >= 0, policy_);
+          copy(keys + Shape::offset(row, chunk), key_head + at * p_.key_block_stride + offset, block >= 0);
+          copy(values + Shape::offset(row, chunk), value_head + at * p_.value_block_stride + offset, block >= 0);
         }
       }
       load.key += kTile;
@@ -226,13 +227,21 @@ template <typename C, int kD, int kRows> class DecodeBlock : DecodeMerge<C, kD, 
     return kTile * Shape::kChunks % 32 != 0 && i + lane_ >= kTile * Shape::kChunks;
   }
 
+  __device__ __forceinline__ void copy(uint32_t to, const void* from, bool valid) const {
+    if (policy_ == kNoHint) {
+      copy_async_16(to, from, valid);
+    } else {
+      copy_async_16(to, from, valid, policy_);
+    }
+  }
+
   // A tile whose rows lie one behind the other; `rows` is this lane's part of the first.
   __device__ __forceinline__ void copy_rows(uint32_t tile, const C* rows) {
 #pragma unroll
     for (int i = 0; i < kTile * Shape::kChunks; i += 32) {
       const int row = (i + lane_) / Shape::kChunks, chunk = (i + lane_) % Shape::kChunks;
       if (beyond(i)) continue;
-      copy_async_16(tile + Shape::offset(row, chunk), rows + i * Shape::kInChunk, true, policy_);
+      copy(tile + Shape::offset(row, chunk), rows + i * Shape::kInChunk, true);
     }
   }
 
