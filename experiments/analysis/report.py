@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from experiments.analysis import plots, plots_of_cells, plots_over_time
+from experiments.analysis.environments import note_of
 from experiments.analysis.html import to_html
 from experiments.analysis.metrics import METRICS
 from experiments.analysis.paper_table import paper_table
@@ -36,9 +37,10 @@ def write_report(directory: Path) -> Table | None:
     if not run.summaries:
         return None
     outputs = run.config.get("outputs") or {}
-    table = build_table(run.title, run.cells, outputs.get("table"), _notes(run), run.baseline)
+    mixed = [note_of(run.differing)] if run.differing else []
+    table = build_table(run.title, run.cells, outputs.get("table"), [*mixed, *_notes(run)], run.baseline)
     tables = {"table": table}
-    effects = build_effects(run.title, run.cells, run.baseline, outputs.get("table"))
+    effects = build_effects(run.title, run.cells, run.baseline, outputs.get("table"), mixed)
     if effects is not None:
         tables["effects"] = effects
     for name, made in tables.items():

@@ -80,12 +80,16 @@ def build_table(
 
 
 def build_effects(
-    title: str, cells: Sequence[CellResults], baseline: Mapping[str, str], metrics: Sequence[str] | None = None
+    title: str,
+    cells: Sequence[CellResults],
+    baseline: Mapping[str, str],
+    metrics: Sequence[str] | None = None,
+    notes: Sequence[str] = (),
 ) -> Table | None:
     """Changes against the baseline in percent with 95 % intervals, paired by seed; None where nothing is compared.
 
     Args:
-        title, cells, metrics: as `build_table` takes them.
+        title, cells, metrics, notes: as `build_table` takes them.
         baseline: factor -> label.
     """
     pairs = [(cell, baseline_of(cell, cells, baseline)) for cell in cells]
@@ -110,11 +114,12 @@ def build_effects(
     if not rows:
         return None
     facts = [("against", [other.label for _, other in compared]), ("verdict", [cell.verdict for cell, _ in compared])]
-    notes = ["Change of the mean in percent, [95 % BCa bootstrap interval] of paired differences over seeds.",
-             f"{MARK}: shown to differ; bold where it is better. {_CRITERION}"]  # fmt: skip
+    own = ["Change of the mean in percent, [95 % BCa bootstrap interval] of paired differences over seeds.",
+           f"{MARK}: shown to differ; bold where it is better. {_CRITERION}"]  # fmt: skip
     if fewest < ENOUGH_SEEDS:
-        notes.append(_too_few(int(fewest)))
-    return Table("change (%)", [cell.label for cell, _ in compared], facts, rows, f"{title}: changes", notes)
+        own.append(_too_few(int(fewest)))
+    columns = [cell.label for cell, _ in compared]
+    return Table("change (%)", columns, facts, rows, f"{title}: changes", [*own, *notes])
 
 
 _CRITERION = (

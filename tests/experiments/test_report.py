@@ -234,6 +234,19 @@ def test_a_run_does_not_differ_from_itself(finished: Path, capsys: pytest.Captur
     assert {row["verdict"] for row in told["results"]} == {"none"}
 
 
+def test_compare_tells_trials_of_several_environments(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mixed = _copied(finished)
+    changed = next((mixed / "trials").iterdir()) / "environment.json"
+    facts = json.loads(changed.read_text())
+    facts["packages"]["numpy"] = "0.1"
+    facts["threads"] = "77"  # which a simulation does not depend on
+    changed.write_text(json.dumps(facts))
+    assert command(["compare", str(finished), str(mixed), "--json"]) == 0
+    environment = json.loads(capsys.readouterr().out)["environment"]
+    assert "0.1 (1 trial)" in environment.pop("packages.numpy")[1]
+    assert not environment.keys() - {"threads"}
+
+
 def test_other_requests_under_the_same_seed_are_told(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = finished.parent / "other"
     run(finished.parent / "mine.yaml", other, *WORDS[:-1], "workload.arrivals.rate=9", backend=StubBackend())

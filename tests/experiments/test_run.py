@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,7 +41,7 @@ FILES = {
     "latency.pdf",
     "trials",
 }
-TRIAL_FILES = {"summary.json", "requests.parquet", "steps.parquet", "trace.json", "timing.json"}
+TRIAL_FILES = {"summary.json", "requests.parquet", "steps.parquet", "trace.json", "timing.json", "environment.json"}
 
 
 @pytest.fixture
@@ -123,6 +125,26 @@ def test_finished_trials_are_not_run_again_but_new_ones_are(file: Path, tmp_path
     assert run(file, tmp_path / "run", again).finished == 0
     assert again.engines == 0
     assert run(file, tmp_path / "run", again, "seeds=[3, 5, 7]").finished == 2
+
+
+def test_trials_keep_under_what_they_ran_and_tables_say_where_that_differs(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, backend = tmp_path / "run", StubBackend()
+    backend.kind = "real"  # the threads of a simulation do not matter
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    run(file, out, backend)
+    assert "different environments" not in (out / "table.md").read_text()
+    again, *kept = sorted((out / "trials").iterdir())
+    shutil.rmtree(again)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    run(file, out, backend)
+    assert json.loads((again / "environment.json").read_text())["threads"] == "1"
+    assert {json.loads((trial / "environment.json").read_text())["threads"] for trial in kept} == {"2"}
+    for name in ("table.md", "effects.md", "table.tex", "report.html"):
+        text = (out / name).read_text()
+        assert re.search(r"Trials ran in different environments: threads (1 \(1 trial\) / )?2 \(3 trials\)", text), name
+    assert "1 (1 trial)" in (out / "table.md").read_text()
 
 
 def test_half_a_trial_counts_as_none(file: Path, tmp_path: Path) -> None:
