@@ -114,7 +114,7 @@ def build_effects(
     if not rows:
         return None
     facts = [("against", [other.label for _, other in compared]), ("verdict", [cell.verdict for cell, _ in compared])]
-    own = ["Change of the mean in percent, [95 % BCa bootstrap interval] of paired differences over seeds.",
+    own = ["Change of the mean in percent, [95 % BCa bootstrap interval] of the ratio of the two means, by seeds.",
            f"{MARK}: shown to differ; bold where it is better. {_CRITERION}"]  # fmt: skip
     if fewest < ENOUGH_SEEDS:
         own.append(_too_few(int(fewest)))

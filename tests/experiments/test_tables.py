@@ -93,7 +93,7 @@ def test_csv_is_tidy_and_says_what_every_row_ran_on(cells: list[CellResults]) ->
     )
     assert float(row["change_percent"]) == pytest.approx(100 * 30 / 95, rel=1e-5)
     assert (float(row["change_low"]), float(row["change_high"])) == pytest.approx(
-        (100 * 20 / 95, 100 * 40 / 95), rel=1e-5
+        (100 * 20 / 100, 100 * 40 / 90), rel=1e-5
     )
 
 
@@ -135,7 +135,8 @@ def test_interval_covers_the_mean_about_as_often_as_it_says() -> None:
 
 def test_changes_are_paired_by_seed() -> None:
     change = paired_change({0: 11.0, 1: 101.0, 2: 5.0}, {0: 10.0, 1: 100.0, 9: 1.0})
-    assert change.percent == pytest.approx((100 / 55, 100 / 55, 100 / 55))  # the same +1 under both seeds: no spread
+    assert change.difference == (1.0, 1.0, 1.0)  # the same +1 under both seeds: no spread
+    assert change.percent == pytest.approx((100 / 55, 1.0, 10.0))
 
 
 def test_the_plot_is_written_for_screen_and_paper(tmp_path: Path) -> None:
