@@ -149,14 +149,15 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         own = name.rpartition("/")[2]
         return run_computed(name, given, options.out or Path("runs") / f"{own}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     experiment, cells = load_experiment(name, given)
+    for word in given:
+        key, _, value = word.partition("=")
+        if key == "seeds" and value.isdecimal() and int(value) > 1:
+            print(f"note: {word} is one seed, {int(value)}; several are a list, such as seeds=[0,1,2,3,4,5]")
     check_names(cells)
     out = options.out or Path("runs") / f"{experiment.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     if options.dry_run:
         return _dry_run(experiment, cells, options.out, options.jobs)
-    times = f" x {experiment.repeats} repeats" if experiment.repeats > 1 else ""
-    console.print(
-        f"{experiment.name}: {len(cells)} cells x {len(experiment.seeds)} seeds{times}, into {out}", markup=False
-    )
+    console.print(f"{experiment.name}: {_size(experiment, len(cells))}, into {out}", markup=False, soft_wrap=True)
     report = run_experiment(experiment, cells, out, console=console, jobs=options.jobs, launcher=_launcher(options))
     table = write_report(out)
     if table is not None:
@@ -177,6 +178,17 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         print(f"failed: {trial}: {why}", file=sys.stderr)
     print(f"{done} of {report.planned} trials are in {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
     return 1 if report.failed else 0
+
+
+def _size(experiment: Experiment, cells: int) -> str:
+    """`3 cells x 2 seeds (0, 1)`."""
+    seeds = f"{_count(len(experiment.seeds), 'seed')} ({', '.join(map(str, experiment.seeds))})"
+    times = [_count(experiment.repeats, "repeat")] if experiment.repeats > 1 else []
+    return " x ".join([_count(cells, "cell"), seeds, *times])
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _launcher(options: argparse.Namespace) -> Launcher | None:
@@ -221,6 +233,7 @@ def _dry_run(experiment: Experiment, cells: Sequence[Cell], out: Path | None, jo
         print(f"to run    {trial.name}: {about}")
         total += cost.seconds or 0.0
         unknown += cost.seconds is None
+    print(_size(experiment, len(cells)))
     words = f"{rest} of {len(trials)} trials to run"
     if rest > unknown:
         words += f", {total / jobs:.0f} s or more" + (f" at {jobs} jobs" if jobs > 1 else "")

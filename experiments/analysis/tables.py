@@ -187,7 +187,7 @@ def _standard_notes(cells: Sequence[CellResults], within: bool, baseline: Mappin
 def _too_few(seeds: int) -> str:
     return (
         f"{seeds} seeds are too few to show a difference: even if all agree, p is {2 / 2**seeds:.2g}; "
-        f"{ENOUGH_SEEDS} are needed for p < 0.05."
+        f"{ENOUGH_SEEDS} are needed for p < 0.05: seeds=[{','.join(map(str, range(ENOUGH_SEEDS)))}]."
     )
 
 

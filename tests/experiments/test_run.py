@@ -212,6 +212,22 @@ def test_dry_run_prints_the_trials_and_makes_nothing(
 
 
 @pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("seeds=6", ["note: seeds=6 is one seed, 6; several are a list, such as seeds=[0,1,2,3,4,5]", "1 seed (6)"]),
+        ("seeds=[6]", ["2 cells x 1 seed (6)"]),
+        ("seeds=0", ["2 cells x 1 seed (0)"]),
+        ("num_blocks=65", ["2 cells x 2 seeds (3, 5)"]),
+    ],
+)
+def test_the_plan_names_its_seeds(file: Path, word: str, told: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(file), "--dry-run", word]) == 0
+    out = capsys.readouterr().out
+    assert all(text in out for text in told)
+    assert ("note:" in out) == (len(told) == 2)
+
+
+@pytest.mark.parametrize(
     ("words", "told"),
     [
         (["quikstart"], "no experiment 'quikstart'; valid ones, nearest first: quickstart"),

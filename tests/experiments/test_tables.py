@@ -54,7 +54,8 @@ def test_markdown_table(cells: list[CellResults]) -> None:
         "\n"
         "Machine: NVIDIA H200.  \n"
         "Mean over 2 seeds ± half the 95 % bootstrap interval (with two seeds: half the range); best mean marked.  \n"
-        "2 seeds are too few to show a difference: even if all agree, p is 0.5; 6 are needed for p \\< 0.05.  \n"
+        "2 seeds are too few to show a difference: even if all agree, p is 0.5; 6 are needed for p \\< 0.05: "
+        "seeds=[0,1,2,3,4,5].  \n"
         "unstable: requests in the system grew to the end of the arrivals, so latencies depend on the run's length.  \n"
         "Workload: 4 requests.  \n"
     )
