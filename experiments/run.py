@@ -32,9 +32,6 @@ EXAMPLES = """examples:
   python experiments/run.py my_experiment.yaml --dry-run
   python experiments/run.py papers/pagedattention_fig_2"""
 
-RECORDED = "sim_vs_real"
-"""An experiment that runs nothing: its real half is recorded."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code: 0; 1 a trial failed; 2 a user's mistake; 130 Ctrl-C."""
@@ -115,7 +112,7 @@ def _refuse(error: Exception) -> int:
 
 
 def _list() -> int:
-    from experiments.config import available, load_experiment
+    from experiments.config import RECORDED, available, load_experiment
 
     for name in available():
         experiment, cells = load_experiment(name)
@@ -134,7 +131,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     from experiments.analysis.paper_table import FILE as PAPER_FILE
     from experiments.analysis.report import write_report
     from experiments.analysis.table_formats import to_rich
-    from experiments.config import load_experiment
+    from experiments.config import RECORDED, load_experiment
     from experiments.papers.computed import COMPUTED, run_computed
     from experiments.preflight import check_names
     from experiments.runner import run_experiment

@@ -196,6 +196,14 @@ def test_list_names_what_ships(capsys: pytest.CaptureFixture[str]) -> None:
     assert "quickstart" in capsys.readouterr().out
 
 
+def test_a_mistyped_name_is_answered_with_all_that_list_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert main(["papers/nothing_like_it"]) == 2
+    told = capsys.readouterr().err.partition("nearest first: ")[2].partition("; or give")[0]
+    assert set(told.split(", ")) == listed
+
+
 def test_options_may_stand_between_the_settings(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(file), "--out", str(tmp_path / "run"), "seeds=[7]", "--dry-run", "scheduler=fcfs"]) == 0
     assert "seed 7" in capsys.readouterr().out
@@ -231,6 +239,9 @@ def test_the_plan_names_its_seeds(file: Path, word: str, told: list[str], capsys
     ("words", "told"),
     [
         (["quikstart"], "no experiment 'quikstart'; valid ones, nearest first: quickstart"),
+        (["papers/pagedattention_fig_51"], "valid ones, nearest first: papers/pagedattention_fig_1"),
+        (["vtc_tabel_2"], "valid ones, nearest first: papers/vtc_table_2"),
+        (["sim_vs_rael"], "valid ones, nearest first: sim_vs_real"),
         (["model=dummy:tinny"], "unknown model 'dummy:tinny'; known: dummy:tiny"),
         (["scheduler=fcsf"], "no scheduler 'fcsf'; valid ones, nearest first: fcfs"),
         (["modle=dummy:tiny"], "unknown key 'modle'; valid ones, nearest first: model"),
