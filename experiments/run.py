@@ -44,7 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--out", type=Path, metavar="DIR", help="run directory (default runs/NAME-TIMESTAMP); resumed if there"
     )
     parser.add_argument("--list", action="store_true", help="list the experiments that ship, and stop")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print trials and cost, and stop")
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="check settings, names and devices, print trials and cost, and what was not looked for, and stop",
+    )  # fmt: skip
     parser.add_argument(
         "--traces", type=Path, metavar="DIR", help="folder of public traces (default: $RESEARCH_ENGINE_TRACES)"
     )
@@ -153,7 +156,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     check_names(cells)
     out = options.out or Path("runs") / f"{experiment.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     if options.dry_run:
-        return _dry_run(experiment, cells, options.out, options.jobs)
+        return _dry_run(experiment, cells, options)
     console.print(f"{experiment.name}: {_size(experiment, len(cells))}, into {out}", markup=False, soft_wrap=True)
     report = run_experiment(experiment, cells, out, console=console, jobs=options.jobs, launcher=_launcher(options))
     table = write_report(out)
@@ -212,11 +215,15 @@ def _launcher(options: argparse.Namespace) -> Launcher | None:
     return None
 
 
-def _dry_run(experiment: Experiment, cells: Sequence[Cell], out: Path | None, jobs: int) -> int:
+def _dry_run(experiment: Experiment, cells: Sequence[Cell], options: argparse.Namespace) -> int:
+    """Trials and cost. Devices of a cluster cannot be seen from here."""
     from experiments.plan import trials_of
-    from experiments.preflight import cost_of, seconds_per_request
+    from experiments.preflight import check_devices, cost_of, seconds_per_request, unchecked
     from experiments.storage import read_summary
 
+    out, jobs, is_here = options.out, options.jobs, options.ray is None and options.slurm is None
+    if is_here:
+        check_devices(cells)
     trials = trials_of(experiment, cells)
     scale = seconds_per_request(trials)
     total, unknown, rest = 0.0, 0, 0
@@ -231,6 +238,8 @@ def _dry_run(experiment: Experiment, cells: Sequence[Cell], out: Path | None, jo
         total += cost.seconds or 0.0
         unknown += cost.seconds is None
     print(_size(experiment, len(cells)))
+    if left := unchecked(cells, devices=is_here):
+        print(f"not looked for, as the run itself does before its first trial: {'; '.join(left)}")
     words = f"{rest} of {len(trials)} trials to run"
     if rest > unknown:
         words += f", {total / jobs:.0f} s or more" + (f" at {jobs} jobs" if jobs > 1 else "")
