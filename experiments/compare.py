@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +138,14 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[An
     return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
 
 
+def _digits(d: Difference, least: int) -> int:
+    """After the point: the metric's own, or as many as give the smaller of the two three that count, up to nine: with
+    fewer, 0.0124 and 0.0161 look like 0.01 and 0.02 beside a change of 30 %.
+    """
+    sizes = [abs(value) for value in (d.before, d.after) if value and math.isfinite(value)]
+    return max([least, *(min(9, 2 - math.floor(math.log10(size))) for size in sizes)])
+
+
 def _as_json(found: Comparison) -> dict[str, Any]:
     return {
         "configuration": {key: list(pair) for key, pair in found.configuration.items()},
@@ -189,7 +198,8 @@ def _print(found: Comparison, run_a: Path, run_b: Path) -> None:
         spread = f"[{percent.low:+.1f}, {percent.high:+.1f}]" if percent.low == percent.low else "-"
         p = f"{d.change.p:.3f}" if d.change.p == d.change.p else "-"
         verdict = _VERDICTS[d.change.verdict] + ("" if d.is_paired else " (not the same requests)")
-        table.add_row(Text(d.cell), Text(metric.label), f"{d.before:.{metric.digits}f}", f"{d.after:.{metric.digits}f}",
+        digits = _digits(d, metric.digits)
+        table.add_row(Text(d.cell), Text(metric.label), f"{d.before:.{digits}f}", f"{d.after:.{digits}f}",
                       f"{percent.mean:+.1f}" if known else "-", Text(spread), p, verdict)  # fmt: skip
     console.print(table)
     for name, labels in zip("AB", found.only, strict=True):

@@ -14,6 +14,8 @@ import pytest
 from experiments.analysis.plots_of_cells import _is_beaten, numeric_factors
 from experiments.analysis.report import write_report
 from experiments.analysis.run_files import RunFiles
+from experiments.analysis.statistics import NO_CHANGE
+from experiments.compare import Difference, _digits
 from experiments.config import ConfigError
 from research_engine import metrics
 from research_engine.cli import main as command
@@ -225,6 +227,14 @@ def test_compare_says_what_differs_and_what_is_real(finished: Path, capsys: pyte
     assert row["change_percent"][0] == pytest.approx(100 * (row["b"] - row["a"]) / row["a"])
     assert command(["compare", str(finished), str(other)]) == 0
     assert "max_num_batched_tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "digits"),
+    [(0.0124, 0.0161, 4), (0.0124, 12.0, 4), (123.0, 456.0, 2), (1.5, 0.0, 2), (0.0, 0.0, 2), (1e-30, 1.0, 9)],
+)
+def test_compared_means_are_printed_with_three_digits_that_count(before: float, after: float, digits: int) -> None:
+    assert _digits(Difference("cell", "ttft_p50", before, after, NO_CHANGE, True), 2) == digits
 
 
 def test_a_run_does_not_differ_from_itself(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
