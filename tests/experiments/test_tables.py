@@ -61,6 +61,14 @@ def test_markdown_table(cells: list[CellResults]) -> None:
     )
 
 
+def test_a_table_with_disturbed_trials_says_what_helps(cells: list[CellResults]) -> None:
+    disturbed = CellResults("fcfs", {}, {(0, 0): summary(1.0, 0.05, 100.0, 3, disturbed=True)}, 1)
+    (note,) = [note for note in build_table("title", [disturbed], SHOWN).notes if note.startswith("disturbed: ")]
+    for remedy in ("a quieter machine", "OMP_NUM_THREADS=1", "Finished trials are kept: delete", "new --out"):
+        assert remedy in note
+    assert not any(note.startswith("disturbed: ") for note in build_table("title", cells, SHOWN).notes)
+
+
 def test_latex_table(cells: list[CellResults]) -> None:
     text = to_latex(build_table("A & B", cells, SHOWN[:1]))
     assert text.splitlines()[:14] == [
