@@ -176,6 +176,8 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         return 130
     for trial, why in report.failed.items():
         print(f"failed: {trial}: {why}", file=sys.stderr)
+    if report.failed:
+        print(f"tracebacks are in {out / 'failures.json'}", file=sys.stderr)
     print(f"{done} of {report.planned} trials are in {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
     return 1 if report.failed else 0
 

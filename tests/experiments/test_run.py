@@ -184,6 +184,22 @@ def test_a_policy_that_fails_leaves_a_hole_and_the_others_run(file: Path, tmp_pa
     assert "2 of 2 missing" in (tmp_path / "run" / "table.md").read_text()
 
 
+def test_a_policy_that_raises_is_told_with_its_own_line_and_where_the_traceback_is(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy, out = tmp_path / "bad.py", tmp_path / "run"
+    policy.write_text(
+        "from schedulers.fcfs import FCFS\n\nclass Bad(FCFS):\n    def order(self, view):\n"
+        "        return self.helper({})\n\n    def helper(self, ranks):\n        return ranks['a']\n"
+    )
+    words = [f"scheduler=[fcfs, {policy}:Bad]", "seeds=[3]", "executor=simulated", "gpu=h200"]
+    assert main([str(file), *words, "--out", str(out)]) == 1
+    told = capsys.readouterr().err
+    assert f"Bad.schedule raised KeyError: 'a' (in {policy}:8, helper)" in told
+    assert f"tracebacks are in {out / 'failures.json'}" in told
+    assert "ranks['a']" in (out / "failures.json").read_text()
+
+
 def test_a_request_that_cannot_fit_is_told_before_anything_runs(file: Path, tmp_path: Path) -> None:
     backend = StubBackend()
     with pytest.raises(ConfigError, match=r"the longest request has 12 tokens, num_blocks x block_size is 8; raise it"):
