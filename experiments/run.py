@@ -241,7 +241,7 @@ def _dry_run(experiment: Experiment, cells: Sequence[Cell], options: argparse.Na
         unknown += cost.seconds is None
     print(_size(experiment, len(cells)))
     if left := unchecked(cells, devices=is_here):
-        print(f"not looked for, as the run itself does before its first trial: {'; '.join(left)}")
+        print(f"not looked for (a run does, before its first trial): {'; '.join(left)}")
     words = f"{rest} of {len(trials)} trials to run"
     if rest > unknown:
         words += f", {total / jobs:.0f} s or more" + (f" at {jobs} jobs" if jobs > 1 else "")

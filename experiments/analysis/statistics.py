@@ -123,7 +123,7 @@ def _percent_interval(values: tuple[float, ...], baseline: tuple[float, ...]) ->
     def change(one: Any, other: Any, axis: int = -1) -> Any:
         reference = np.mean(other, axis=axis)
         difference = np.mean(one, axis=axis) - reference
-        return np.where(difference == 0, 0.0, 100 * difference / np.abs(reference))  # from 0 to 0 is no change
+        return 100 * np.where(difference == 0, 0.0, difference / np.abs(reference))  # from 0 to 0 is no change
 
     reference = bootstrap_interval(baseline)
     if not reference.mean or not math.isfinite(reference.mean):

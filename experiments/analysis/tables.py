@@ -114,8 +114,10 @@ def build_effects(
     if not rows:
         return None
     facts = [("against", [other.label for _, other in compared]), ("verdict", [cell.verdict for cell, _ in compared])]
-    own = ["Change of the mean in percent, [95 % BCa bootstrap interval] of the ratio of the two means, by seeds.",
+    own = ["Change of the mean in percent, [95 % BCa bootstrap interval] of the ratio of the means, by seeds.",
            f"{MARK}: shown to differ; bold where it is better. {_CRITERION}"]  # fmt: skip
+    if any(math.isnan(entry.interval.low) and entry.text != "-" for _, entries in rows for entry in entries):
+        own.append("No interval: one seed alone, or a baseline whose own interval reaches 0.")
     if fewest < ENOUGH_SEEDS:
         own.append(_too_few(int(fewest)))
     columns = [cell.label for cell, _ in compared]

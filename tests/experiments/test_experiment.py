@@ -156,7 +156,7 @@ def test_a_dry_run_finds_a_missing_device_and_says_what_it_does_not_look_for(
     assert main(["kernel_variants", "--dry-run"]) == 2
     assert "torch finds no CUDA device" in capsys.readouterr().err
     assert main([str(file), "--dry-run", "device=cuda", "--slurm"]) == 0
-    assert "its first trial: the devices of the nodes; whether every request fits" in capsys.readouterr().out
+    assert "its first trial): the devices of the nodes; whether every request fits" in capsys.readouterr().out
     assert main([str(file), "--dry-run", "model=no-such-owner/no-such-model"]) == 0
     assert "whether no-such-owner/no-such-model can be had, since nothing is downloaded" in capsys.readouterr().out
     assert main([str(file), "--dry-run", "executor=simulated", "gpu=h200", "model=no-such-owner/none"]) == 0

@@ -15,7 +15,7 @@ from experiments.analysis.metrics import METRICS
 from experiments.analysis.plots import latency_cdf
 from experiments.analysis.statistics import bootstrap_interval, paired_change
 from experiments.analysis.table_formats import to_csv, to_latex, to_markdown, to_rich
-from experiments.analysis.tables import build_table
+from experiments.analysis.tables import build_effects, build_table
 
 SHOWN = ("ttft_p50", "itl_p99", "output_throughput", "preemptions")
 
@@ -59,6 +59,15 @@ def test_markdown_table(cells: list[CellResults]) -> None:
         "unstable: requests in the system grew to the end of the arrivals, so latencies depend on the run's length.  \n"
         "Workload: 4 requests.  \n"
     )
+
+
+def test_a_change_of_what_may_be_0_stands_without_an_interval_and_a_note_says_why() -> None:
+    before = CellResults("fcfs", {"scheduler": "fcfs"}, {(s, 0): summary(1, 0.05, 100, 2 * s) for s in (0, 1)}, 2)
+    after = CellResults("mine", {"scheduler": "mine"}, {(s, 0): summary(1, 0.05, 100, s) for s in (0, 1)}, 2)
+    made = build_effects("title", [before, after], {"scheduler": "fcfs"}, ("ttft_p50", "preemptions"))
+    assert made is not None
+    assert [entries[0].text for _, entries in made.rows] == ["+0.0 [+0.0, +0.0]", "-50.0"]
+    assert "No interval: one seed alone, or a baseline whose own interval reaches 0." in made.notes
 
 
 def test_a_table_with_disturbed_trials_says_what_helps(cells: list[CellResults]) -> None:
