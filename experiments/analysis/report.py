@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from experiments.analysis import plots, plots_of_cells, plots_over_time
-from experiments.analysis.environments import note_of
 from experiments.analysis.html import to_html
 from experiments.analysis.metrics import METRICS
 from experiments.analysis.paper_table import paper_table
@@ -37,10 +36,10 @@ def write_report(directory: Path) -> Table | None:
     if not run.summaries:
         return None
     outputs = run.config.get("outputs") or {}
-    mixed = [note_of(run.differing)] if run.differing else []
-    table = build_table(run.title, run.cells, outputs.get("table"), [*mixed, *_notes(run)], run.baseline)
+    notes = [*run.environment_notes, *_notes(run)]
+    table = build_table(run.title, run.cells, outputs.get("table"), notes, run.baseline)
     tables = {"table": table}
-    effects = build_effects(run.title, run.cells, run.baseline, outputs.get("table"), mixed)
+    effects = build_effects(run.title, run.cells, run.baseline, outputs.get("table"), run.environment_notes)
     if effects is not None:
         tables["effects"] = effects
     for name, made in tables.items():

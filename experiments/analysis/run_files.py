@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from experiments.analysis.cells import CellResults
-from experiments.analysis.environments import differing_facts, facts_of, values_of
+from experiments.analysis.environments import differing_facts, facts_of, note_of, values_of
 from experiments.config import ConfigError
 from experiments.storage import read_environment, read_summary
 from research_engine import metrics
@@ -87,6 +87,11 @@ class RunFiles:
         """What is not the same for all finished trials of what they ran under; see `differing_facts`."""
         known = [(self.summary(trial)["kind"], read_environment(self.folder(trial))) for trial in self.finished()]
         return differing_facts([(kind, own) for kind, own in known if own is not None])
+
+    @property
+    def environment_notes(self) -> list[str]:
+        """The footnote of tables when trials ran in different environments; none otherwise."""
+        return [note_of(self.differing)] if self.differing else []
 
     @property
     def facts(self) -> dict[str, Any]:
