@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,13 @@ from typing import Annotated, Any
 import tyro
 
 from experiments.analysis.cells import CellResults
+from experiments.analysis.environments import flat
 from experiments.analysis.metrics import METRICS
 from experiments.analysis.run_files import RunFiles
 from experiments.analysis.statistics import ENOUGH_SEEDS, Change, paired_change
 from experiments.config import ConfigError
 from experiments.settings import nearest_first
 
-_IGNORED = ("date", "command")
 _VERDICTS = {
     "real": "real",
     "not shown": "not shown to differ",
@@ -114,8 +115,8 @@ def compare(a: RunFiles, b: RunFiles, names: Sequence[str] = ()) -> Comparison:
     compared = {label for _, one, other in common for label in (one.label, other.label)}
     only = tuple([label for label in cells if label not in compared] for cells in (cells_a, cells_b))
     configs = [{k: v for k, v in run.config.items() if k != "description"} for run in (a, b)]
-    environments = [{k: v for k, v in run.environment.items() if k not in _IGNORED} for run in (a, b)]
-    return Comparison(_differing(*configs), _differing(*environments), differences, (only[0], only[1]))
+    configuration, environment = _differing(*map(flat, configs)), _differing(a.facts, b.facts)
+    return Comparison(configuration, environment, differences, (only[0], only[1]))
 
 
 def _difference(label: str, name: str, one: CellResults, other: CellResults) -> Difference | None:
@@ -133,16 +134,16 @@ def _difference(label: str, name: str, one: CellResults, other: CellResults) -> 
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    flat_a, flat_b = _flat(a), _flat(b)
-    keys = [*flat_a, *(key for key in flat_b if key not in flat_a)]
-    return {key: (flat_a.get(key), flat_b.get(key)) for key in keys if flat_a.get(key) != flat_b.get(key)}
+    keys = [*a, *(key for key in b if key not in a)]
+    return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, dict):
-        inner = [_flat(child, f"{prefix}.{key}" if prefix else str(key)) for key, child in value.items()]
-        return {key: leaf for part in inner for key, leaf in part.items()}
-    return {prefix: value}
+def _digits(d: Difference, least: int) -> int:
+    """After the point: the metric's own, or as many as give the smaller of the two three that count, up to nine: with
+    fewer, 0.0124 and 0.0161 look like 0.01 and 0.02 beside a change of 30 %.
+    """
+    sizes = [abs(value) for value in (d.before, d.after) if value and math.isfinite(value)]
+    return max([least, *(min(9, 2 - math.floor(math.log10(size))) for size in sizes)])
 
 
 def _as_json(found: Comparison) -> dict[str, Any]:
@@ -197,7 +198,8 @@ def _print(found: Comparison, run_a: Path, run_b: Path) -> None:
         spread = f"[{percent.low:+.1f}, {percent.high:+.1f}]" if percent.low == percent.low else "-"
         p = f"{d.change.p:.3f}" if d.change.p == d.change.p else "-"
         verdict = _VERDICTS[d.change.verdict] + ("" if d.is_paired else " (not the same requests)")
-        table.add_row(Text(d.cell), Text(metric.label), f"{d.before:.{metric.digits}f}", f"{d.after:.{metric.digits}f}",
+        digits = _digits(d, metric.digits)
+        table.add_row(Text(d.cell), Text(metric.label), f"{d.before:.{digits}f}", f"{d.after:.{digits}f}",
                       f"{percent.mean:+.1f}" if known else "-", Text(spread), p, verdict)  # fmt: skip
     console.print(table)
     for name, labels in zip("AB", found.only, strict=True):

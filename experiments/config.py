@@ -24,6 +24,8 @@ from research_engine.yaml_text import read_yaml, value_of
 CONFIGS = Path(__file__).resolve().parent / "configs"
 PAPERS = Path(__file__).resolve().parent / "papers"
 QUOTED = r"'([^']*)'"
+RECORDED = "sim_vs_real"
+"""An experiment that runs nothing: its real half is recorded."""
 
 
 class ConfigError(ValueError):
@@ -216,6 +218,13 @@ def available() -> dict[str, Path]:
     }
 
 
+def shipped() -> list[str]:
+    """Names of all that `--list` shows: experiments, reproductions that are no grid of trials, and the recorded one."""
+    from experiments.papers.computed import COMPUTED  # it imports this module
+
+    return [*available(), *COMPUTED, RECORDED]
+
+
 def load_experiment(name: str, overrides: Sequence[str] = ()) -> tuple[Experiment, list[Cell]]:
     """Read an experiment, apply key=value words, and check every cell of its grid.
 
@@ -258,9 +267,9 @@ def _find(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_file():
         return path
-    if path.suffix in (".yaml", ".yml") or "/" in name:
+    if path.suffix in (".yaml", ".yml"):
         raise ConfigError(f"no file {name!r}")
-    raise ConfigError(f"no experiment {name!r}; {nearest_first(name, known)}; or give the path of a YAML file")
+    raise ConfigError(f"no experiment {name!r}; {nearest_first(name, shipped())}; or give the path of a YAML file")
 
 
 def _override(raw: dict[str, Any], word: str, origin: Origin) -> None:

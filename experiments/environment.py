@@ -1,4 +1,4 @@
-"""What a run ran on and with: machine, versions, the state of the repository."""
+"""What a run and each of its trials ran on and with: machine, versions, threads, the state of the repository."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 import time
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,34 @@ _PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """As plain values for environment.json."""
+    """Of a run, as plain values for the environment.json in its directory."""
+    own = trial_environment()
+    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    return {"date": own.pop("date"), "command": command, "gpus": _gpus()} | own
+
+
+def trial_environment() -> dict[str, Any]:
+    """Of a trial, as plain values for the environment.json in its directory; asked of the process that runs it.
+
+    What can differ between two starts of a run, or between the nodes that it runs on. The GPU is not among it: a
+    summary's `machine` names the one that the trial ran on.
+    """
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": cpu_name(),
         "cpu_cores": usable_cores(),
         "memory_gib": _memory_gib(),
-        "gpus": _gpus(),
-        "packages": {name: _version(name) for name in ("research_engine", *_PACKAGES)},
-        "git": _git(),
         "threads": os.environ.get("OMP_NUM_THREADS"),
+        "python": platform.python_version(),
+        **_loaded(),
     }
+
+
+@lru_cache(maxsize=1)
+def _loaded() -> dict[str, Any]:
+    """Versions and commit as they were when this process first asked: what it runs was loaded then."""
+    return {"packages": {name: _version(name) for name in ("research_engine", *_PACKAGES)}, "git": _git()}
 
 
 def machine_name(device: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.config import ConfigError
-from experiments.environment import CoreWatch
+from experiments.environment import CoreWatch, trial_environment
 from experiments.kernel_settings import KernelSettings
 from experiments.plan import Trial
 from experiments.storage import new_directory, write_json, write_with
@@ -39,7 +39,8 @@ def check_kernel(settings: KernelSettings) -> None:
 
 
 def run_kernel_trial(trial: Trial, directory: Path) -> dict[str, Any]:
-    """Time the kernel and write `directory`: summary.json, timing.json and runs.parquet, a row a timed run.
+    """Time the kernel and write `directory`: summary.json, timing.json, environment.json and runs.parquet, a row a
+    timed run.
 
     Returns:
         The summary.
@@ -54,7 +55,7 @@ def run_kernel_trial(trial: Trial, directory: Path) -> dict[str, Any]:
     from research_engine.bench.kernel_report import Case
     from research_engine.bench.kernels import device_name, needed_ceilings, time_case
 
-    settings, begin = trial.settings, time.monotonic()
+    settings, begin, ran_under = trial.settings, time.monotonic(), trial_environment()
     assert isinstance(settings, KernelSettings)
     device, dtype = _device(settings.device, settings.dtype), getattr(torch, settings.dtype)
     op = OPS[settings.op]
@@ -92,6 +93,7 @@ def run_kernel_trial(trial: Trial, directory: Path) -> dict[str, Any]:
 
         table = pa.table({"run": list(range(len(measured.seconds))), "seconds": list(measured.seconds)})
         write_with(fresh / "runs.parquet", partial(pq.write_table, table))
+        write_json(fresh / "environment.json", ran_under)
         write_json(fresh / "timing.json", {"wall_seconds": time.monotonic() - begin})
         write_json(fresh / "summary.json", summary)
     return summary

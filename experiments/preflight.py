@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.config import Cell, ConfigError, TrialSettings
+from experiments.kernel_settings import KernelSettings
+from experiments.kernel_trial import check_kernel
 from experiments.plan import Trial, directory_words
 from experiments.storage import read_timing
 from experiments.workloads import build_workload
@@ -39,12 +41,48 @@ def check_names(cells: Sequence[Cell]) -> None:
             raise ConfigError(f"cost_model: no file {settings.profile!r}")
 
 
-def _check_model(name: str) -> None:
-    from research_engine.loading import resolve_model
+def check_devices(cells: Sequence[Cell]) -> None:
+    """The devices that trials ask for must be on this machine, with kernels for the dtype and the path.
+
+    Raises:
+        ConfigError, OptionError: naming what is not there.
+    """
+    from research_engine.options import choose_device, choose_dtype
+
+    for settings in {cell.settings.model_dump_json(): cell.settings for cell in cells}.values():
+        if isinstance(settings, KernelSettings):
+            check_kernel(settings)
+        elif settings.executor != "simulated":
+            choose_dtype(settings.dtype, choose_device(settings.device))
+
+
+def unchecked(cells: Sequence[Cell], *, devices: bool) -> list[str]:
+    """What a dry run does not look for, in words; a run looks for it before its first trial.
+
+    Args:
+        cells: of the experiment.
+        devices: whether `check_devices` was asked.
+    """
+    serving = [cell.settings for cell in cells if isinstance(cell.settings, TrialSettings)]
+    remote = sorted({own.model for own in serving if _is_remote(own.model)})
+    words = [] if devices else ["the devices of the nodes"]
+    words += [f"whether {model} can be had, since nothing is downloaded" for model in remote]
+    return [*words, "whether every request fits its engine"] if serving else words
+
+
+def _is_remote(name: str) -> bool:
+    """Whether nothing on this machine tells that there is such a model."""
     from research_engine.loading.source import ALIASES
 
-    is_remote = name in ALIASES or name.startswith("pypi:") or re.fullmatch(r"[\w.-]+/[\w.-]+", name)
-    if Path(name).expanduser().exists() or not is_remote:
+    named = name in ALIASES or name.startswith(("pypi:", "modelscope:")) or re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+    is_path = name.startswith((".", "~")) or name.endswith((".gguf", ".safetensors")) or Path(name).exists()
+    return bool(named) and not is_path
+
+
+def _check_model(name: str) -> None:
+    from research_engine.loading import resolve_model
+
+    if not _is_remote(name):
         resolve_model(name, progress=False)
 
 
@@ -79,7 +117,9 @@ def cost_of(trial: Trial, directory: Path | None, scale: float | None) -> Cost:
             return Cost(sum(known) / len(known), "as finished trials of its cell took")
     if not isinstance(own, TrialSettings):
         return Cost(None, f"{own.repeats} runs of {own.op} {own.shape}")
-    if own.executor == "simulated" and scale is not None:
+    if own.executor == "simulated":
+        if scale is None:
+            return Cost(None, f"{own.workload.num_requests} requests in virtual time")
         return Cost(scale * own.workload.num_requests, f"by its first {_SAMPLE} requests")
     rate = own.workload.arrivals.rate
     if own.workload.arrivals.process in ("poisson", "gamma", "constant", "on_off", "diurnal") and rate is not None:
@@ -88,13 +128,17 @@ def cost_of(trial: Trial, directory: Path | None, scale: float | None) -> Cost:
 
 
 def seconds_per_request(trials: Sequence[Trial]) -> float | None:
-    """Host seconds that simulating a request takes on this machine, from the beginning of the first simulated trial."""
+    """Host seconds that simulating a request takes on this machine, from the beginning of the first simulated trial
+    whose model needs no download.
+    """
     from experiments.simulated_backend import SimulatedBackend
     from research_engine.engine.driver import replay
 
     for trial in trials:
         own = trial.settings
-        if isinstance(own, TrialSettings) and own.executor == "simulated" and own.workload.conversations is None:
+        if not isinstance(own, TrialSettings) or _is_remote(own.model):
+            continue
+        if own.executor == "simulated" and own.workload.conversations is None:
             backend = SimulatedBackend(progress=False)
             backend.prepare(own)
             workload = build_workload(own.workload, trial.seed, vocab_size=_SAMPLE_VOCABULARY)

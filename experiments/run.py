@@ -32,9 +32,6 @@ EXAMPLES = """examples:
   python experiments/run.py my_experiment.yaml --dry-run
   python experiments/run.py papers/pagedattention_fig_2"""
 
-RECORDED = "sim_vs_real"
-"""An experiment that runs nothing: its real half is recorded."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code: 0; 1 a trial failed; 2 a user's mistake; 130 Ctrl-C."""
@@ -47,7 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--out", type=Path, metavar="DIR", help="run directory (default runs/NAME-TIMESTAMP); resumed if there"
     )
     parser.add_argument("--list", action="store_true", help="list the experiments that ship, and stop")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print trials and cost, and stop")
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="check settings, names and devices, print trials and cost, and what was not looked for, and stop",
+    )  # fmt: skip
     parser.add_argument(
         "--traces", type=Path, metavar="DIR", help="folder of public traces (default: $RESEARCH_ENGINE_TRACES)"
     )
@@ -115,7 +115,7 @@ def _refuse(error: Exception) -> int:
 
 
 def _list() -> int:
-    from experiments.config import available, load_experiment
+    from experiments.config import RECORDED, available, load_experiment
 
     for name in available():
         experiment, cells = load_experiment(name)
@@ -134,7 +134,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     from experiments.analysis.paper_table import FILE as PAPER_FILE
     from experiments.analysis.report import write_report
     from experiments.analysis.table_formats import to_rich
-    from experiments.config import load_experiment
+    from experiments.config import RECORDED, load_experiment
     from experiments.papers.computed import COMPUTED, run_computed
     from experiments.preflight import check_names
     from experiments.runner import run_experiment
@@ -149,14 +149,15 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         own = name.rpartition("/")[2]
         return run_computed(name, given, options.out or Path("runs") / f"{own}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     experiment, cells = load_experiment(name, given)
+    for word in given:
+        key, _, value = word.partition("=")
+        if key == "seeds" and value.isdecimal() and int(value) > 1:
+            print(f"note: {word} is one seed, {int(value)}; several are a list, such as seeds=[0,1,2,3,4,5]")
     check_names(cells)
     out = options.out or Path("runs") / f"{experiment.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     if options.dry_run:
-        return _dry_run(experiment, cells, options.out, options.jobs)
-    times = f" x {experiment.repeats} repeats" if experiment.repeats > 1 else ""
-    console.print(
-        f"{experiment.name}: {len(cells)} cells x {len(experiment.seeds)} seeds{times}, into {out}", markup=False
-    )
+        return _dry_run(experiment, cells, options)
+    console.print(f"{experiment.name}: {_size(experiment, len(cells))}, into {out}", markup=False, soft_wrap=True)
     report = run_experiment(experiment, cells, out, console=console, jobs=options.jobs, launcher=_launcher(options))
     table = write_report(out)
     if table is not None:
@@ -175,8 +176,21 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         return 130
     for trial, why in report.failed.items():
         print(f"failed: {trial}: {why}", file=sys.stderr)
+    if report.failed:
+        print(f"tracebacks are in {out / 'failures.json'}", file=sys.stderr)
     print(f"{done} of {report.planned} trials are in {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
     return 1 if report.failed else 0
+
+
+def _size(experiment: Experiment, cells: int) -> str:
+    """`3 cells x 2 seeds (0, 1)`."""
+    seeds = f"{_count(len(experiment.seeds), 'seed')} ({', '.join(map(str, experiment.seeds))})"
+    times = [_count(experiment.repeats, "repeat")] if experiment.repeats > 1 else []
+    return " x ".join([_count(cells, "cell"), seeds, *times])
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _launcher(options: argparse.Namespace) -> Launcher | None:
@@ -203,11 +217,15 @@ def _launcher(options: argparse.Namespace) -> Launcher | None:
     return None
 
 
-def _dry_run(experiment: Experiment, cells: Sequence[Cell], out: Path | None, jobs: int) -> int:
+def _dry_run(experiment: Experiment, cells: Sequence[Cell], options: argparse.Namespace) -> int:
+    """Trials and cost. Devices of a cluster cannot be seen from here."""
     from experiments.plan import trials_of
-    from experiments.preflight import cost_of, seconds_per_request
+    from experiments.preflight import check_devices, cost_of, seconds_per_request, unchecked
     from experiments.storage import read_summary
 
+    out, jobs, is_here = options.out, options.jobs, options.ray is None and options.slurm is None
+    if is_here:
+        check_devices(cells)
     trials = trials_of(experiment, cells)
     scale = seconds_per_request(trials)
     total, unknown, rest = 0.0, 0, 0
@@ -221,6 +239,9 @@ def _dry_run(experiment: Experiment, cells: Sequence[Cell], out: Path | None, jo
         print(f"to run    {trial.name}: {about}")
         total += cost.seconds or 0.0
         unknown += cost.seconds is None
+    print(_size(experiment, len(cells)))
+    if left := unchecked(cells, devices=is_here):
+        print(f"not looked for (a run does, before its first trial): {'; '.join(left)}")
     words = f"{rest} of {len(trials)} trials to run"
     if rest > unknown:
         words += f", {total / jobs:.0f} s or more" + (f" at {jobs} jobs" if jobs > 1 else "")

@@ -198,7 +198,7 @@ class _Screen:
     def failed(self, trial: Trial, failure: Failure) -> None:
         self.failures.append((trial, failure))
         self._console.print("[red]failed:[/] ", end="")
-        self._console.print(f"{trial.name}: {failure.reason}", markup=False)
+        self._console.print(f"{trial.name}: {failure.reason}", markup=False, soft_wrap=True)
 
 
 def _duration(seconds: float) -> str:

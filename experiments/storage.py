@@ -86,6 +86,15 @@ def read_timing(directory: Path) -> float | None:
         return None
 
 
+def read_environment(directory: Path) -> dict[str, Any] | None:
+    """Under what a finished trial ran; None where it does not say."""
+    try:
+        facts = json.loads((directory / "environment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return facts if isinstance(facts, dict) else None
+
+
 @contextmanager
 def sole_writer(directory: Path) -> Iterator[None]:
     """Holds a run directory, made if need be, for this process alone, and clears what a killed one left unfinished.

@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments.backend import Backend
 from experiments.config import ConfigError, TrialSettings
-from experiments.environment import CoreWatch
+from experiments.environment import CoreWatch, trial_environment
 from experiments.plan import Trial
 from experiments.storage import new_directory, write_json, write_with
 from experiments.workloads import Workload, build_workload
@@ -32,8 +32,8 @@ def run_trial(
     trial: Trial, workload: Workload, backend: Backend, directory: Path, on_finished: Progress, begin: float
 ) -> dict[str, Any]:
     """Serve the workload and write `directory`: summary.json, requests.parquet, steps.parquet, trace.json,
-    timing.json (what the trial took, which alone differs when a simulation runs again), and decisions.jsonl when
-    settings.explain asks for it.
+    timing.json and environment.json (what the trial took, and under what it ran, which alone differ when a simulation
+    runs again), and decisions.jsonl when settings.explain asks for it.
 
     Args:
         trial: settings and seed; the backend is prepared for them.
@@ -45,7 +45,7 @@ def run_trial(
     Returns:
         The summary.
     """
-    settings = serving(trial)
+    settings, ran_under = serving(trial), trial_environment()
     engine = backend.engine(settings, trial.seed)
     if settings.explain:
         engine.decisions = DecisionLog(type(engine.scheduler).__name__)
@@ -65,6 +65,7 @@ def run_trial(
             if engine.decisions is not None:
                 engine.decisions.write(fresh / "decisions.jsonl")
             _write(fresh, trial, engine.records, summary)
+            write_json(fresh / "environment.json", ran_under)
             write_json(fresh / "timing.json", {"wall_seconds": time.monotonic() - begin})
     finally:
         engine.executor.shutdown()

@@ -15,7 +15,7 @@ def callable_from_file(path: Path, attribute: str, *, kind: str, method: str) ->
 
     Args:
         path: the file.
-        attribute: the name in it.
+        attribute: the name in it; an empty one, as of `file.py` alone, is answered with the names there are.
         kind: what it is to be, for messages: scheduler, router.
         method: that classes of the kind have, so that a message lists them and no others.
 
@@ -23,7 +23,9 @@ def callable_from_file(path: Path, attribute: str, *, kind: str, method: str) ->
         ValueError: no such file or name, or the file raises; lists the classes that there are, nearest first.
     """
     if not path.is_file():
-        raise ValueError(f"no file {str(path)!r} to take the {kind} {attribute!r} from")
+        raise ValueError(
+            f"no file {str(path)!r} to take {f'the {kind} {attribute!r}' if attribute else f'a {kind}'} from"
+        )
     module_name = f"research_engine_user_{kind}_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None
@@ -35,9 +37,23 @@ def callable_from_file(path: Path, attribute: str, *, kind: str, method: str) ->
         raise ValueError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
     found = getattr(module, attribute, None)
     if not callable(found):
-        classes = [key for key, value in vars(module).items() if isinstance(value, type) and hasattr(value, method)]
+        fitting = {
+            key: value for key, value in vars(module).items() if isinstance(value, type) and hasattr(value, method)
+        }
+        own = [key for key, value in fitting.items() if value.__module__ == module_name]
+        classes = own or list(fitting)  # what a file only imports is not meant where it has classes of its own
+        if not classes:
+            raise ValueError(f"{path} has no class with a method {method}, so no {kind} to name after a colon")
+        if not attribute:
+            raise ValueError(f"{path}: name the {kind} in it: {', '.join(f'{path}:{name}' for name in classes)}")
         raise ValueError(f"{path} has no class {attribute!r}; {nearest_first(attribute, classes)}")
     return found
+
+
+def file_and_attribute(name: str) -> tuple[Path, str] | None:
+    """Of `path/to/file.py:ClassName`; an empty class where it is forgotten. None for what names no Python file."""
+    path, _, attribute = (name, "", "") if name.endswith(".py") else name.rpartition(":")
+    return (Path(path).expanduser(), attribute) if path.endswith(".py") else None
 
 
 def nearest_first(wrong: str, valid: Iterable[str]) -> str:

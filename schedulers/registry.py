@@ -6,11 +6,10 @@ import dataclasses
 import importlib
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
 from research_engine.engine.contract import Scheduler
-from research_engine.plugins import callable_from_file, nearest_first
+from research_engine.plugins import callable_from_file, file_and_attribute, nearest_first
 
 ENTRY_POINT_GROUP = "research_engine.schedulers"
 BUILT_IN = {
@@ -68,9 +67,8 @@ def create(name: str, **parameters: Any) -> Scheduler:
 
 def find(name: str) -> Callable[..., Scheduler]:
     """The class behind a name. Raises ValueError as `create` does."""
-    path, colon, attribute = name.rpartition(":")
-    if colon and path.endswith(".py"):
-        return callable_from_file(Path(path).expanduser(), attribute, kind="scheduler", method="schedule")
+    if (own := file_and_attribute(name)) is not None:
+        return callable_from_file(*own, kind="scheduler", method="schedule")
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
         return getattr(importlib.import_module(module), attribute)

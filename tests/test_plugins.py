@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from research_engine.plugins import callable_from_file, nearest_first
+from research_engine.plugins import callable_from_file, file_and_attribute, nearest_first
 
 OWN = """
 from dataclasses import dataclass
@@ -35,6 +35,19 @@ def test_a_dataclass_of_a_file_can_be_made(file: Path) -> None:
 def test_a_wrong_name_lists_the_classes_of_the_kind_alone(file: Path) -> None:
     with pytest.raises(ValueError, match=r"own_policy.py has no class 'Mime'; valid ones, nearest first: Mine$"):
         callable_from_file(file, "Mime", kind="scheduler", method="schedule")
+
+
+def test_a_forgotten_class_is_answered_with_those_of_the_file_and_none_that_it_imports(file: Path) -> None:
+    file.write_text("from schedulers.fcfs import FCFS\nclass A(FCFS): ...\nclass B(FCFS): ...\n")
+    for name in (str(file), f"{file}:"):
+        found = file_and_attribute(name)
+        assert found == (file, "")
+        with pytest.raises(ValueError, match=r"own_policy.py: name the scheduler in it: .*py:A, .*py:B$"):
+            callable_from_file(*found, kind="scheduler", method="schedule")
+    assert file_and_attribute(f"{file}:A") == (file, "A")
+    assert file_and_attribute("fcfs") is None
+    with pytest.raises(ValueError, match=r"own_policy.py has no class with a method route, so no router to name"):
+        callable_from_file(file, "", kind="router", method="route")
 
 
 def test_a_missing_file_and_one_that_raises_are_told(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from experiments.analysis.statistics import NO_CHANGE, Change, paired_change
 VERDICTS = {
     "void": "achieved arrival rate more than 1 % off the offered one",
     "unstable": "requests in the system grew to the end of the arrivals, so latencies depend on the run's length",
-    "disturbed": "other processes took more than 10 % of the cores",
+    "disturbed": "other processes took more than 10 % of the cores; a quieter machine helps, or fewer threads "
+    "(OMP_NUM_THREADS=1). Finished trials are kept: delete their directories, or take a new --out, to run them again",
 }
 
 

@@ -63,7 +63,7 @@ def to_html(
         data = base64.b64encode(plot.read_bytes()).decode()
         body.append(f'<p><img alt="{_text(plot.stem)}" src="data:image/png;base64,{data}"></p>')
     body += [f'<p class="note">{_text(why)}</p>' for why in untold]
-    body += ["<h2>Trials</h2>", _trials(run), "<h2>Environment</h2>", _rows(_flat(run.environment))]
+    body += ["<h2>Trials</h2>", _trials(run), "<h2>Environment</h2>", _rows(_environment(run))]
     config = yaml.safe_dump(dict(run.config), sort_keys=False, allow_unicode=True)
     body += ["<h2>Configuration</h2>", f"<details><summary>config.yaml</summary><pre>{_text(config)}</pre></details>"]
     return (
@@ -125,12 +125,11 @@ def _body(rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join("<tr>" + "".join(f"<td>{_text(str(value))}</td>" for value in row) + "</tr>" for row in rows)
 
 
-def _flat(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    if isinstance(value, dict):
-        return [
-            pair for key, inner in value.items() for pair in _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-        ]
-    return [(prefix, " ".join(map(str, value)) if isinstance(value, list) else value)]
+def _environment(run: RunFiles) -> list[tuple[str, Any]]:
+    """Of the last start, and what the trials ran under."""
+    start = {key: run.environment[key] for key in ("date", "command") if key in run.environment}
+    pairs = {**start, **run.facts}.items()
+    return [(key, " ".join(map(str, value)) if isinstance(value, list) else value) for key, value in pairs]
 
 
 def _text(text: str) -> str:

@@ -126,7 +126,8 @@ def paper_table(run: RunFiles) -> PaperTable | None:
                 cell: (theirs, figures[column.metric].get(cell, math.nan)) for cell, theirs in column.paper.items()
             }
             verdicts.append(match_of(label, pairs, column.within))
-    return PaperTable(run.title, paper.source, labels, rows, verdicts, paper.differs)
+    differs = " ".join([paper.differs.strip(), *run.environment_notes])
+    return PaperTable(run.title, paper.source, labels, rows, verdicts, differs)
 
 
 def _verdict(claim: Claim, figures: Mapping[str, float]) -> Verdict:

@@ -36,9 +36,10 @@ def write_report(directory: Path) -> Table | None:
     if not run.summaries:
         return None
     outputs = run.config.get("outputs") or {}
-    table = build_table(run.title, run.cells, outputs.get("table"), _notes(run), run.baseline)
+    notes = [*run.environment_notes, *_notes(run)]
+    table = build_table(run.title, run.cells, outputs.get("table"), notes, run.baseline)
     tables = {"table": table}
-    effects = build_effects(run.title, run.cells, run.baseline, outputs.get("table"))
+    effects = build_effects(run.title, run.cells, run.baseline, outputs.get("table"), run.environment_notes)
     if effects is not None:
         tables["effects"] = effects
     for name, made in tables.items():

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from experiments.analysis.cells import CellResults
+from experiments.analysis.environments import differing_facts, facts_of, note_of, values_of
 from experiments.config import ConfigError
-from experiments.storage import read_summary
+from experiments.storage import read_environment, read_summary
 from research_engine import metrics
 from research_engine.yaml_text import read_yaml
 
@@ -80,6 +81,26 @@ class RunFiles:
     @property
     def summaries(self) -> list[Mapping[str, Any]]:
         return [summary for cell in self.cells for summary in cell.summaries.values()]
+
+    @cached_property
+    def differing(self) -> Mapping[str, Mapping[str, int]]:
+        """What is not the same for all finished trials of what they ran under; see `differing_facts`."""
+        known = [(self.summary(trial)["kind"], read_environment(self.folder(trial))) for trial in self.finished()]
+        return differing_facts([(kind, own) for kind, own in known if own is not None])
+
+    @property
+    def environment_notes(self) -> list[str]:
+        """The footnote of tables when trials ran in different environments; none otherwise."""
+        return [note_of(self.differing)] if self.differing else []
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Dotted key -> what the trials ran under, all values with their counts where they differ; what no trial says,
+        as the run's last start has it.
+        """
+        first = next((own for t in self.finished() if (own := read_environment(self.folder(t))) is not None), {})
+        several = {key: values_of(told) for key, told in self.differing.items()}
+        return facts_of(self.environment) | facts_of(first) | several
 
     @property
     def baseline(self) -> Mapping[str, str]:

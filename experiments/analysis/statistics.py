@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 CONFIDENCE = 0.95
 RESAMPLES = 9_999
+_ALIKE = 1e-9  # percent; ratios no further apart are one, and differ by rounding
 ENOUGH_SEEDS = 6
 """Fewest seeds under which a paired difference can be shown: if all n differences have one sign, an exact sign-flip
 test still gives p = 2 / 2^n, and that is below 0.05 from n = 6 on."""
@@ -36,7 +37,7 @@ class Change(NamedTuple):
 
     Attributes:
         difference: of the means, in the metric's unit.
-        percent: the same in percent of the baseline's mean; NaN where that is 0.
+        percent: the ratio of the means less one, in percent, and the interval of that ratio; see `paired_change`.
         p: of an exact sign-flip test (Fisher 1935) of the differences; NaN below two seeds.
         seeds: that both have.
     """
@@ -97,6 +98,11 @@ def _interval(values: tuple[float, ...], confidence: float, seed: int) -> Interv
 def paired_change(values: Mapping[int, float], baseline: Mapping[int, float]) -> Change:
     """Differences are taken seed by seed, then bootstrapped, so that what a seed does to both drops out.
 
+    In percent it is the ratio of the means that is bootstrapped: seeds are drawn, each with both its values, so that
+    the baseline's mean varies with the draw and what cannot be negative cannot fall by more than 100 %. The mean is NaN
+    where the baseline's is 0. The bounds are NaN where the baseline's own interval reaches 0: a ratio to what may be 0
+    has no bounds (Fieller 1954).
+
     Args:
         values, baseline: seed -> value; seeds that both have are used.
     """
@@ -105,9 +111,38 @@ def paired_change(values: Mapping[int, float], baseline: Mapping[int, float]) ->
     if not seeds:
         return NO_CHANGE
     difference = bootstrap_interval(differences)
-    reference = math.fsum(baseline[seed] for seed in seeds) / len(seeds)
-    percent = Interval(*(100 * bound / abs(reference) for bound in difference)) if reference else UNKNOWN
+    percent = _percent_interval(tuple(values[seed] for seed in seeds), tuple(baseline[seed] for seed in seeds))
     return Change(difference, percent, sign_flip_p(differences), len(seeds))
+
+
+@lru_cache(maxsize=4096)
+def _percent_interval(values: tuple[float, ...], baseline: tuple[float, ...]) -> Interval:
+    """Of 100 (mean of values / mean of baseline - 1), by seeds; with two seeds the range of the two ratios."""
+    from scipy import stats
+
+    def change(one: Any, other: Any, axis: int = -1) -> Any:
+        reference = np.mean(other, axis=axis)
+        difference = np.mean(one, axis=axis) - reference
+        return 100 * np.where(difference == 0, 0.0, difference / np.abs(reference))  # from 0 to 0 is no change
+
+    reference = bootstrap_interval(baseline)
+    if not reference.mean or not math.isfinite(reference.mean):
+        return UNKNOWN
+    after, before = np.array(values), np.array(baseline)
+    mean = float(change(after, before))
+    if not reference.low * reference.high > 0:  # 0 is within, or there is no interval
+        return Interval(mean, math.nan, math.nan)
+    with np.errstate(divide="ignore", invalid="ignore"):  # a few draws may have a baseline of 0: infinitely more
+        ratios = change(after[:, None], before[:, None])
+        low, high = float(ratios.min()), float(ratios.max())
+        if len(values) > 2 and high - low > _ALIKE:
+            found = stats.bootstrap(
+                (after, before), change, paired=True, vectorized=True, n_resamples=RESAMPLES,
+                confidence_level=CONFIDENCE, method="BCa", rng=np.random.default_rng(0),
+            ).confidence_interval  # fmt: skip
+            if math.isfinite(found.low) and math.isfinite(found.high):
+                low, high = float(found.low), float(found.high)
+    return Interval(mean, low, high) if math.isfinite(high - low) else Interval(mean, math.nan, math.nan)
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:

@@ -80,12 +80,16 @@ def build_table(
 
 
 def build_effects(
-    title: str, cells: Sequence[CellResults], baseline: Mapping[str, str], metrics: Sequence[str] | None = None
+    title: str,
+    cells: Sequence[CellResults],
+    baseline: Mapping[str, str],
+    metrics: Sequence[str] | None = None,
+    notes: Sequence[str] = (),
 ) -> Table | None:
     """Changes against the baseline in percent with 95 % intervals, paired by seed; None where nothing is compared.
 
     Args:
-        title, cells, metrics: as `build_table` takes them.
+        title, cells, metrics, notes: as `build_table` takes them.
         baseline: factor -> label.
     """
     pairs = [(cell, baseline_of(cell, cells, baseline)) for cell in cells]
@@ -110,11 +114,14 @@ def build_effects(
     if not rows:
         return None
     facts = [("against", [other.label for _, other in compared]), ("verdict", [cell.verdict for cell, _ in compared])]
-    notes = ["Change of the mean in percent, [95 % BCa bootstrap interval] of paired differences over seeds.",
-             f"{MARK}: shown to differ; bold where it is better. {_CRITERION}"]  # fmt: skip
+    own = ["Change of the mean in percent, [95 % BCa bootstrap interval] of the ratio of the means, by seeds.",
+           f"{MARK}: shown to differ; bold where it is better. {_CRITERION}"]  # fmt: skip
+    if any(math.isnan(entry.interval.low) and entry.text != "-" for _, entries in rows for entry in entries):
+        own.append("No interval: one seed alone, or a baseline whose own interval reaches 0.")
     if fewest < ENOUGH_SEEDS:
-        notes.append(_too_few(int(fewest)))
-    return Table("change (%)", [cell.label for cell, _ in compared], facts, rows, f"{title}: changes", notes)
+        own.append(_too_few(int(fewest)))
+    columns = [cell.label for cell, _ in compared]
+    return Table("change (%)", columns, facts, rows, f"{title}: changes", [*own, *notes])
 
 
 _CRITERION = (
@@ -182,7 +189,7 @@ def _standard_notes(cells: Sequence[CellResults], within: bool, baseline: Mappin
 def _too_few(seeds: int) -> str:
     return (
         f"{seeds} seeds are too few to show a difference: even if all agree, p is {2 / 2**seeds:.2g}; "
-        f"{ENOUGH_SEEDS} are needed for p < 0.05."
+        f"{ENOUGH_SEEDS} are needed for p < 0.05: seeds=[{','.join(map(str, range(ENOUGH_SEEDS)))}]."
     )
 
 

@@ -13,7 +13,7 @@ from .contract import Batch, Clock, EngineView, Request, SchedulePlan, Scheduler
 from .errors import PlanError, PolicyError, PolicyFault, StalledError
 from .fallback import plan_by_arrival
 from .kv_cache import KVCache
-from .overdue import Overdue
+from .overdue import Overdue, where_in
 from .queues import RequestQueues
 from .records import StepRecord
 
@@ -149,7 +149,8 @@ class GuardedPolicy:
             self.is_called = False  # it may have struck in the midst of _call's end
             where = error.where(type(self.scheduler).__module__)
             return f"did not return within {self.patience:g} s; it was in {where}"
-        return f"raised {type(error).__name__}: {error}"
+        place = where_in(error, type(self.scheduler).__module__)
+        return f"raised {type(error).__name__}: {error}" + (f" (in {place})" if place else "")
 
     def _error(
         self, rule: str, step: int, cause: BaseException | None = None, request_id: str | None = None

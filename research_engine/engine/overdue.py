@@ -22,14 +22,24 @@ class Overdue(BaseException):
 
     def where(self, module: str) -> str:
         """File, line and function that it ended: the innermost of the policy's module, else the innermost of all."""
-        there, is_own = "", False
-        for frame, line in walk_tb(self.__traceback__):
-            code, name = frame.f_code, frame.f_globals.get("__name__")
-            if name == __name__:  # the signal's handler
-                continue
-            if name == module or not is_own:
-                there, is_own = f"{code.co_filename}:{line}, {code.co_name}", name == module
-        return there
+        places = _places(self)
+        own = [place for name, place in places if name == module]
+        others = [place for name, place in places if name != __name__]  # that is the signal's handler
+        return (own or others or [""])[-1]
+
+
+def where_in(error: BaseException, module: str) -> str | None:
+    """File, line and function of the innermost frame that an error passed in a module; None where it passed none."""
+    own = [place for name, place in _places(error) if name == module]
+    return own[-1] if own else None
+
+
+def _places(error: BaseException) -> list[tuple[str | None, str]]:
+    """Module, and file, line and function, of each frame of an error's traceback, innermost last."""
+    return [
+        (frame.f_globals.get("__name__"), f"{frame.f_code.co_filename}:{line}, {frame.f_code.co_name}")
+        for frame, line in walk_tb(error.__traceback__)
+    ]
 
 
 @contextmanager

@@ -145,6 +145,24 @@ def test_a_dry_run_refuses_what_is_not_there(
     assert told in capsys.readouterr().err
 
 
+def test_a_dry_run_finds_a_missing_device_and_says_what_it_does_not_look_for(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([str(file), "--dry-run", "device=cuda"]) == 2
+    assert "device = 'cuda': torch finds 0 CUDA devices" in capsys.readouterr().err
+    assert main(["kernel_variants", "--dry-run"]) == 2
+    assert "torch finds no CUDA device" in capsys.readouterr().err
+    assert main([str(file), "--dry-run", "device=cuda", "--slurm"]) == 0
+    assert "its first trial): the devices of the nodes; whether every request fits" in capsys.readouterr().out
+    assert main([str(file), "--dry-run", "model=no-such-owner/no-such-model"]) == 0
+    assert "whether no-such-owner/no-such-model can be had, since nothing is downloaded" in capsys.readouterr().out
+    assert main([str(file), "--dry-run", "executor=simulated", "gpu=h200", "model=no-such-owner/none"]) == 0
+    assert main([str(file), "--dry-run", "model=./gone"]) == 2
+
+
 def test_a_dry_run_of_a_simulation_estimates_its_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(SIMULATED)

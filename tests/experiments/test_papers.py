@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from pathlib import Path
@@ -64,6 +65,18 @@ def test_a_small_run_makes_the_papers_table_and_keeps_its_order(tmp_path: Path) 
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert '<th scope="col">Token states (%): paper</th>' in page
     assert "<td>the more is known of lengths the more memory holds tokens</td><td>holds</td>" in page
+
+
+def test_figures_of_trials_that_ran_under_other_versions_are_told(tmp_path: Path) -> None:
+    words = ["workload.num_requests=10", "workload.arrivals.rate=12", "seeds=[0]"]
+    assert "different environments" not in paper_of("papers/pagedattention_fig_2", tmp_path, *words)
+    changed = next((tmp_path / "run" / "trials").iterdir()) / "environment.json"
+    facts = json.loads(changed.read_text(encoding="utf-8"))
+    facts["python"] = "3.9.1"
+    changed.write_text(json.dumps(facts), encoding="utf-8")
+    write_report(tmp_path / "run")
+    told = (tmp_path / "run" / FILE).read_text(encoding="utf-8").partition("What differs: ")[2]
+    assert "Trials ran in different environments: python " in told and "3.9.1 (1 trial)" in told
 
 
 def test_a_claim_of_cells_that_did_not_run_cannot_be_told(tmp_path: Path) -> None:

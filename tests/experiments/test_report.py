@@ -14,6 +14,8 @@ import pytest
 from experiments.analysis.plots_of_cells import _is_beaten, numeric_factors
 from experiments.analysis.report import write_report
 from experiments.analysis.run_files import RunFiles
+from experiments.analysis.statistics import NO_CHANGE
+from experiments.compare import Difference, _digits
 from experiments.config import ConfigError
 from research_engine import metrics
 from research_engine.cli import main as command
@@ -227,11 +229,32 @@ def test_compare_says_what_differs_and_what_is_real(finished: Path, capsys: pyte
     assert "max_num_batched_tokens" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "digits"),
+    [(0.0124, 0.0161, 4), (0.0124, 12.0, 4), (123.0, 456.0, 2), (1.5, 0.0, 2), (0.0, 0.0, 2), (1e-30, 1.0, 9)],
+)
+def test_compared_means_are_printed_with_three_digits_that_count(before: float, after: float, digits: int) -> None:
+    assert _digits(Difference("cell", "ttft_p50", before, after, NO_CHANGE, True), 2) == digits
+
+
 def test_a_run_does_not_differ_from_itself(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["compare", str(finished), str(finished), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["configuration"], told["environment"]) == ({}, {})
     assert {row["verdict"] for row in told["results"]} == {"none"}
+
+
+def test_compare_tells_trials_of_several_environments(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mixed = _copied(finished)
+    changed = next((mixed / "trials").iterdir()) / "environment.json"
+    facts = json.loads(changed.read_text())
+    facts["packages"]["numpy"] = "0.1"
+    facts["threads"] = "77"  # which a simulation does not depend on
+    changed.write_text(json.dumps(facts))
+    assert command(["compare", str(finished), str(mixed), "--json"]) == 0
+    environment = json.loads(capsys.readouterr().out)["environment"]
+    assert "0.1 (1 trial)" in environment.pop("packages.numpy")[1]
+    assert not environment.keys() - {"threads"}
 
 
 def test_other_requests_under_the_same_seed_are_told(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,7 +41,7 @@ FILES = {
     "latency.pdf",
     "trials",
 }
-TRIAL_FILES = {"summary.json", "requests.parquet", "steps.parquet", "trace.json", "timing.json"}
+TRIAL_FILES = {"summary.json", "requests.parquet", "steps.parquet", "trace.json", "timing.json", "environment.json"}
 
 
 @pytest.fixture
@@ -125,6 +127,27 @@ def test_finished_trials_are_not_run_again_but_new_ones_are(file: Path, tmp_path
     assert run(file, tmp_path / "run", again, "seeds=[3, 5, 7]").finished == 2
 
 
+def test_trials_keep_under_what_they_ran_and_tables_say_where_that_differs(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, backend = tmp_path / "run", StubBackend()
+    backend.kind = "real"  # the threads of a simulation do not matter
+    monkeypatch.setattr(environment.CoreWatch, "others", lambda watch: 0.0)  # whatever else runs on this machine
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    run(file, out, backend)
+    assert "different environments" not in (out / "table.md").read_text()
+    again, *kept = sorted((out / "trials").iterdir())
+    shutil.rmtree(again)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    run(file, out, backend)
+    assert json.loads((again / "environment.json").read_text())["threads"] == "1"
+    assert {json.loads((trial / "environment.json").read_text())["threads"] for trial in kept} == {"2"}
+    for name in ("table.md", "effects.md", "table.tex", "report.html"):
+        text = (out / name).read_text()
+        assert re.search(r"Trials ran in different environments: threads (1 \(1 trial\) / )?2 \(3 trials\)", text), name
+    assert "1 (1 trial)" in (out / "table.md").read_text()
+
+
 def test_half_a_trial_counts_as_none(file: Path, tmp_path: Path) -> None:
     run(file, tmp_path / "run", StubBackend())
     trial = next((tmp_path / "run" / "trials").iterdir())
@@ -161,6 +184,22 @@ def test_a_policy_that_fails_leaves_a_hole_and_the_others_run(file: Path, tmp_pa
     assert "2 of 2 missing" in (tmp_path / "run" / "table.md").read_text()
 
 
+def test_a_policy_that_raises_is_told_with_its_own_line_and_where_the_traceback_is(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy, out = tmp_path / "bad.py", tmp_path / "run"
+    policy.write_text(
+        "from schedulers.fcfs import FCFS\n\nclass Bad(FCFS):\n    def order(self, view):\n"
+        "        return self.helper({})\n\n    def helper(self, ranks):\n        return ranks['a']\n"
+    )
+    words = [f"scheduler=[fcfs, {policy}:Bad]", "seeds=[3]", "executor=simulated", "gpu=h200"]
+    assert main([str(file), *words, "--out", str(out)]) == 1
+    told = capsys.readouterr().err
+    assert f"Bad.schedule raised KeyError: 'a' (in {policy}:8, helper)" in told
+    assert f"tracebacks are in {out / 'failures.json'}" in told
+    assert "ranks['a']" in (out / "failures.json").read_text()
+
+
 def test_a_request_that_cannot_fit_is_told_before_anything_runs(file: Path, tmp_path: Path) -> None:
     backend = StubBackend()
     with pytest.raises(ConfigError, match=r"the longest request has 12 tokens, num_blocks x block_size is 8; raise it"):
@@ -171,6 +210,14 @@ def test_a_request_that_cannot_fit_is_told_before_anything_runs(file: Path, tmp_
 def test_list_names_what_ships(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
     assert "quickstart" in capsys.readouterr().out
+
+
+def test_a_mistyped_name_is_answered_with_all_that_list_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert main(["papers/nothing_like_it"]) == 2
+    told = capsys.readouterr().err.partition("nearest first: ")[2].partition("; or give")[0]
+    assert set(told.split(", ")) == listed
 
 
 def test_options_may_stand_between_the_settings(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,9 +236,28 @@ def test_dry_run_prints_the_trials_and_makes_nothing(
 
 
 @pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("seeds=6", ["note: seeds=6 is one seed, 6; several are a list, such as seeds=[0,1,2,3,4,5]", "1 seed (6)"]),
+        ("seeds=[6]", ["2 cells x 1 seed (6)"]),
+        ("seeds=0", ["2 cells x 1 seed (0)"]),
+        ("num_blocks=65", ["2 cells x 2 seeds (3, 5)"]),
+    ],
+)
+def test_the_plan_names_its_seeds(file: Path, word: str, told: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(file), "--dry-run", word]) == 0
+    out = capsys.readouterr().out
+    assert all(text in out for text in told)
+    assert ("note:" in out) == (len(told) == 2)
+
+
+@pytest.mark.parametrize(
     ("words", "told"),
     [
         (["quikstart"], "no experiment 'quikstart'; valid ones, nearest first: quickstart"),
+        (["papers/pagedattention_fig_51"], "valid ones, nearest first: papers/pagedattention_fig_1"),
+        (["vtc_tabel_2"], "valid ones, nearest first: papers/vtc_table_2"),
+        (["sim_vs_rael"], "valid ones, nearest first: sim_vs_real"),
         (["model=dummy:tinny"], "unknown model 'dummy:tinny'; known: dummy:tiny"),
         (["scheduler=fcsf"], "no scheduler 'fcsf'; valid ones, nearest first: fcfs"),
         (["modle=dummy:tiny"], "unknown key 'modle'; valid ones, nearest first: model"),

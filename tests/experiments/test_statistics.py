@@ -75,6 +75,43 @@ def test_a_change_of_a_negative_baseline_keeps_its_sign() -> None:
     assert paired_change({0: -5.0, 1: -5.0}, {0: -10.0, 1: -10.0}).percent.mean == pytest.approx(50.0)
 
 
+COUNTS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), min_size=2, max_size=9)
+
+
+@given(COUNTS)
+@settings(max_examples=40, deadline=None)
+def test_no_count_falls_by_more_than_100_percent(pairs_of_counts: list[tuple[int, int]]) -> None:
+    change = paired_change(*(dict(enumerate(map(float, side))) for side in zip(*pairs_of_counts, strict=True)))
+    assert math.isnan(change.percent.mean) or change.percent.mean >= -100
+    assert math.isnan(change.percent.low) or -100 <= change.percent.low <= change.percent.high < math.inf
+
+
+def test_a_change_in_percent_of_a_baseline_that_may_be_0_has_no_bounds() -> None:
+    change = paired_change({0: 0.0, 1: 1.0}, {0: 2.0, 1: 0.0})
+    assert change.percent.mean == -50.0
+    assert math.isnan(change.percent.low) and math.isnan(change.percent.high)
+    assert change.difference == (-0.5, -2.0, 1.0)
+    assert math.isnan(paired_change({0: 1.0, 1: 1.0}, {0: 0.0, 1: 0.0}).percent.mean)
+    assert paired_change({0: 0.0, 1: 0.0}, {0: 2.0, 1: 1.0}).percent == (-100.0, -100.0, -100.0)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_same_factor_under_every_seed_is_a_change_in_percent_without_spread() -> None:
+    base = dict(enumerate([1.0, 2.0, 3.0, 4.0, 5.0, 7.0]))
+    change = paired_change({seed: 1.1 * value for seed, value in base.items()}, base)
+    assert change.percent == pytest.approx((10.0, 10.0, 10.0))
+    assert change.difference.high > change.difference.low
+
+
+def test_an_interval_of_a_ratio_covers_it_about_as_often_as_it_says() -> None:
+    rng, hits = np.random.default_rng(5), 0
+    for _ in range(100):
+        base = rng.lognormal(0, 0.5, 20)
+        change = paired_change(dict(enumerate(base * rng.normal(0.8, 0.1, 20))), dict(enumerate(base)))
+        hits += change.percent.low <= -20 <= change.percent.high
+    assert 85 <= hits <= 99
+
+
 def test_noise_alone_is_called_real_about_as_seldom_as_it_should_be() -> None:
     rng = np.random.default_rng(3)
     real = sum(

@@ -15,7 +15,7 @@ from experiments.analysis.metrics import METRICS
 from experiments.analysis.plots import latency_cdf
 from experiments.analysis.statistics import bootstrap_interval, paired_change
 from experiments.analysis.table_formats import to_csv, to_latex, to_markdown, to_rich
-from experiments.analysis.tables import build_table
+from experiments.analysis.tables import build_effects, build_table
 
 SHOWN = ("ttft_p50", "itl_p99", "output_throughput", "preemptions")
 
@@ -54,10 +54,28 @@ def test_markdown_table(cells: list[CellResults]) -> None:
         "\n"
         "Machine: NVIDIA H200.  \n"
         "Mean over 2 seeds ± half the 95 % bootstrap interval (with two seeds: half the range); best mean marked.  \n"
-        "2 seeds are too few to show a difference: even if all agree, p is 0.5; 6 are needed for p \\< 0.05.  \n"
+        "2 seeds are too few to show a difference: even if all agree, p is 0.5; 6 are needed for p \\< 0.05: "
+        "seeds=[0,1,2,3,4,5].  \n"
         "unstable: requests in the system grew to the end of the arrivals, so latencies depend on the run's length.  \n"
         "Workload: 4 requests.  \n"
     )
+
+
+def test_a_change_of_what_may_be_0_stands_without_an_interval_and_a_note_says_why() -> None:
+    before = CellResults("fcfs", {"scheduler": "fcfs"}, {(s, 0): summary(1, 0.05, 100, 2 * s) for s in (0, 1)}, 2)
+    after = CellResults("mine", {"scheduler": "mine"}, {(s, 0): summary(1, 0.05, 100, s) for s in (0, 1)}, 2)
+    made = build_effects("title", [before, after], {"scheduler": "fcfs"}, ("ttft_p50", "preemptions"))
+    assert made is not None
+    assert [entries[0].text for _, entries in made.rows] == ["+0.0 [+0.0, +0.0]", "-50.0"]
+    assert "No interval: one seed alone, or a baseline whose own interval reaches 0." in made.notes
+
+
+def test_a_table_with_disturbed_trials_says_what_helps(cells: list[CellResults]) -> None:
+    disturbed = CellResults("fcfs", {}, {(0, 0): summary(1.0, 0.05, 100.0, 3, disturbed=True)}, 1)
+    (note,) = [note for note in build_table("title", [disturbed], SHOWN).notes if note.startswith("disturbed: ")]
+    for remedy in ("a quieter machine", "OMP_NUM_THREADS=1", "Finished trials are kept: delete", "new --out"):
+        assert remedy in note
+    assert not any(note.startswith("disturbed: ") for note in build_table("title", cells, SHOWN).notes)
 
 
 def test_latex_table(cells: list[CellResults]) -> None:
@@ -93,7 +111,7 @@ def test_csv_is_tidy_and_says_what_every_row_ran_on(cells: list[CellResults]) ->
     )
     assert float(row["change_percent"]) == pytest.approx(100 * 30 / 95, rel=1e-5)
     assert (float(row["change_low"]), float(row["change_high"])) == pytest.approx(
-        (100 * 20 / 95, 100 * 40 / 95), rel=1e-5
+        (100 * 20 / 100, 100 * 40 / 90), rel=1e-5
     )
 
 
@@ -135,7 +153,8 @@ def test_interval_covers_the_mean_about_as_often_as_it_says() -> None:
 
 def test_changes_are_paired_by_seed() -> None:
     change = paired_change({0: 11.0, 1: 101.0, 2: 5.0}, {0: 10.0, 1: 100.0, 9: 1.0})
-    assert change.percent == pytest.approx((100 / 55, 100 / 55, 100 / 55))  # the same +1 under both seeds: no spread
+    assert change.difference == (1.0, 1.0, 1.0)  # the same +1 under both seeds: no spread
+    assert change.percent == pytest.approx((100 / 55, 1.0, 10.0))
 
 
 def test_the_plot_is_written_for_screen_and_paper(tmp_path: Path) -> None:

@@ -101,6 +101,8 @@ def test_a_class_with_the_bare_contract_will_do(file):
         ("{file}:NoEvents", {}, r"which has no method on_arrival\(request\); a subclass of .*Scheduler has the events"),
         ("{file}:Failing", {}, r"cannot be made with {}: RuntimeError: boom"),
         ("{file}:Bare", {"x": 1}, r"has no parameter 'x'; it takes none"),
+        ("{file}", {}, r"name the scheduler in it: .*:ShortestFirst"),
+        ("no/such/file.py", {}, r"no file 'no/such/file.py' to take a scheduler from"),
         ("no/such/file.py:X", {}, r"no file 'no/such/file.py' to take the scheduler 'X' from"),
     ],
 )

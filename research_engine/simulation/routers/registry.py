@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from pathlib import Path
 from typing import Any
 
-from research_engine.plugins import callable_from_file, nearest_first
+from research_engine.plugins import callable_from_file, file_and_attribute, nearest_first
 
 from .router import Router
 
@@ -33,9 +32,8 @@ def create_router(name: str, **parameters: Any) -> Router:
     Raises:
         ValueError: no such router, file, class or parameter; lists the valid ones, nearest first.
     """
-    path, colon, attribute = name.rpartition(":")
-    if colon and path.endswith(".py"):
-        make = callable_from_file(Path(path).expanduser(), attribute, kind="router", method="route")
+    if (own := file_and_attribute(name)) is not None:
+        make = callable_from_file(*own, kind="router", method="route")
     elif name in BUILT_IN:
         make = getattr(importlib.import_module(f"{__package__}.{name}"), BUILT_IN[name])
     else:
