@@ -58,10 +58,15 @@ class _Searched:
         return find_capacity(run, self.system.most, [0], attainment=0.0, tolerance=self.tolerance).rates[0]
 
 
+def _care(model: str) -> tuple[int, float]:
+    """Times as many requests as asked for, and the tolerance of the search."""
+    return MEASURED.get(model, (1, TOLERANCE))
+
+
 def capacities(model: str, requests: int = REQUESTS) -> dict[str, dict[str, float]]:
     """System -> limit -> requests per second, each within the tolerance below the highest that keeps it."""
     own, limits = MODELS[model]
-    times, tolerance = MEASURED.get(model, (1, TOLERANCE))
+    times, tolerance = _care(model)
     workload = {"num_requests": times * requests, "lengths": LENGTHS}
     out = {}
     for name, policy in SYSTEMS.items():
@@ -84,7 +89,7 @@ def table(requests: int = REQUESTS) -> PaperTable:
         def claim(text: str, limit: str, names: tuple[str, str], factor: float = 1.0, model: str = model) -> None:
             low, high = (found[model][name][limit] for name in names)
             verdict = order_of(f"{model}, {text}", names, (low, high), 2, factor)
-            apart = abs(high - low) > MEASURED.get(model, (1, TOLERANCE))[1] * min(low, high)
+            apart = abs(high - low) > _care(model)[1] * min(low, high)
             verdicts.append(verdict if apart else replace(verdict, holds=None))
 
         claim("strict: chunks sustain more than vLLM", "strict", ("vLLM", "Sarathi 512"))
