@@ -86,6 +86,13 @@ TensorView view(py::handle tensor) {
   return result;
 }
 
+// A tensor that the op writes: each element has a place of its own.
+TensorView written(const char* name, py::handle tensor) {
+  const TensorView result = view(tensor);
+  check_written(name, result);
+  return result;
+}
+
 struct Named {
   const char* name;
   const TensorView& tensor;
@@ -148,7 +155,7 @@ void paged_attention(py::handle query, py::handle key_cache, py::handle value_ca
   args.block_tables = view(block_tables);
   args.query_start_loc = view(query_start_loc);
   args.seq_lens = view(seq_lens);
-  args.out = view(out);
+  args.out = written("out", out);
   args.lse = view(lse);
   args.alibi_slopes = view(alibi_slopes);
   args.sinks = view(sinks);
@@ -209,7 +216,8 @@ void check_paged_attention(py::handle query, py::handle key_cache, py::handle bl
 
 void reshape_and_cache(py::handle key, py::handle value, py::handle key_cache, py::handle value_cache, py::handle slot_mapping,
                        py::handle key_scale, py::handle value_scale, uintptr_t stream_address) {
-  const TensorView k = view(key), v = view(value), kc = view(key_cache), vc = view(value_cache), slots = view(slot_mapping);
+  const TensorView k = view(key), v = view(value), slots = view(slot_mapping);
+  const TensorView kc = written("key_cache", key_cache), vc = written("value_cache", value_cache);
   const TensorView ks = view(key_scale), vs = view(value_scale);
   require_one_device({{"key", k}, {"value", v}, {"key_cache", kc}, {"value_cache", vc}, {"slot_mapping", slots},
                       {"key_scale", ks}, {"value_scale", vs}});
@@ -219,14 +227,14 @@ void reshape_and_cache(py::handle key, py::handle value, py::handle key_cache, p
 }
 
 void copy_blocks(py::handle kv_cache, py::handle pairs, uintptr_t stream_address) {
-  const TensorView cache = view(kv_cache), p = view(pairs);
+  const TensorView cache = written("kv_cache", kv_cache), p = view(pairs);
   require_one_device({{"kv_cache", cache}, {"pairs", p}});
   RESEARCH_ENGINE_DISPATCH(cache, check_block_pairs(p, cache.shape[2], cache.shape[2], true); cpu::copy_blocks(cache, p),
                            cuda::copy_blocks(cache, p, stream));
 }
 
 void swap_blocks(py::handle source, py::handle destination, py::handle pairs, uintptr_t stream_address) {
-  const TensorView from = view(source), to = view(destination), p = view(pairs);
+  const TensorView from = view(source), to = written("destination", destination), p = view(pairs);
   if (from.device != TensorView::kCpu && to.device != TensorView::kCpu)
     require_one_device({{"source", from}, {"destination", to}});
   check_block_pairs(p, from.shape[2], to.shape[2], false);
@@ -237,7 +245,7 @@ void swap_blocks(py::handle source, py::handle destination, py::handle pairs, ui
 void gather_cache(py::handle key_cache, py::handle value_cache, py::handle block_tables, py::handle start_loc, py::handle starts,
                   py::handle key, py::handle value, py::handle key_scale, py::handle value_scale, uintptr_t stream_address) {
   const TensorView kc = view(key_cache), vc = view(value_cache), tables = view(block_tables), locations = view(start_loc);
-  const TensorView first = view(starts), k = view(key), v = view(value), ks = view(key_scale), vs = view(value_scale);
+  const TensorView first = view(starts), k = written("key", key), v = written("value", value), ks = view(key_scale), vs = view(value_scale);
   require_one_device({{"key_cache", kc}, {"value_cache", vc}, {"block_tables", tables}, {"start_loc", locations},
                       {"starts", first}, {"key", k}, {"value", v}, {"key_scale", ks}, {"value_scale", vs}});
   RESEARCH_ENGINE_DISPATCH(kc, check_gather_values(tables, locations, first, k.shape[0], kc.shape[2], kc.shape[0]);
@@ -247,7 +255,8 @@ void gather_cache(py::handle key_cache, py::handle value_cache, py::handle block
 
 void merge_attention_states(py::handle out_a, py::handle lse_a, py::handle out_b, py::handle lse_b, py::handle out, py::handle lse,
                             uintptr_t stream_address) {
-  const TensorView oa = view(out_a), la = view(lse_a), ob = view(out_b), lb = view(lse_b), o = view(out), l = view(lse);
+  const TensorView oa = view(out_a), la = view(lse_a), ob = view(out_b), lb = view(lse_b);
+  const TensorView o = written("out", out), l = written("lse", lse);
   require_one_device({{"out_a", oa}, {"lse_a", la}, {"out_b", ob}, {"lse_b", lb}, {"out", o}, {"lse", l}});
   RESEARCH_ENGINE_DISPATCH(oa, cpu::merge_attention_states(oa, la, ob, lb, o, l),
                            cuda::merge_attention_states(oa, la, ob, lb, o, l, stream));
@@ -255,7 +264,7 @@ void merge_attention_states(py::handle out_a, py::handle lse_a, py::handle out_b
 
 void rms_norm(py::handle x, py::handle weight, py::handle out, float eps, float weight_offset,
               uintptr_t stream_address) {
-  const TensorView in = view(x), w = view(weight), result = view(out);
+  const TensorView in = view(x), w = view(weight), result = written("out", out);
   require_one_device({{"x", in}, {"weight", w}, {"out", result}});
   RESEARCH_ENGINE_DISPATCH(in, cpu::rms_norm(in, w, result, eps, weight_offset),
                            cuda::rms_norm(in, w, result, eps, weight_offset, stream));
@@ -263,7 +272,7 @@ void rms_norm(py::handle x, py::handle weight, py::handle out, float eps, float 
 
 void fused_add_rms_norm(py::handle x, py::handle residual, py::handle weight, float eps, float weight_offset,
                         uintptr_t stream_address) {
-  const TensorView in = view(x), r = view(residual), w = view(weight);
+  const TensorView in = written("x", x), r = written("residual", residual), w = view(weight);
   require_one_device({{"x", in}, {"residual", r}, {"weight", w}});
   RESEARCH_ENGINE_DISPATCH(in, cpu::fused_add_rms_norm(in, r, w, eps, weight_offset),
                            cuda::fused_add_rms_norm(in, r, w, eps, weight_offset, stream));
@@ -271,7 +280,7 @@ void fused_add_rms_norm(py::handle x, py::handle residual, py::handle weight, fl
 
 void rotary_embedding(py::handle positions, py::handle query, py::handle key, py::handle cos_sin, bool interleaved,
                       uintptr_t stream_address) {
-  const TensorView p = view(positions), q = view(query), k = view(key), table = view(cos_sin);
+  const TensorView p = view(positions), q = written("query", query), k = written("key", key), table = view(cos_sin);
   require_one_device({{"query", q}, {"key", k}, {"positions", p}, {"cos_sin", table}});
   RESEARCH_ENGINE_DISPATCH(q, check_positions(p, table.shape[0]); cpu::rotary_embedding(p, q, k, table, interleaved),
                            cuda::rotary_embedding(p, q, k, table, interleaved, stream));
@@ -280,8 +289,9 @@ void rotary_embedding(py::handle positions, py::handle query, py::handle key, py
 void rotary_and_cache(py::handle positions, py::handle query, py::handle key, py::handle value, py::handle cos_sin,
                       py::handle key_cache, py::handle value_cache, py::handle slot_mapping, bool interleaved, py::handle key_scale,
                       py::handle value_scale, uintptr_t stream_address) {
-  const TensorView p = view(positions), q = view(query), k = view(key), v = view(value), table = view(cos_sin);
-  const TensorView kc = view(key_cache), vc = view(value_cache), slots = view(slot_mapping), ks = view(key_scale), vs = view(value_scale);
+  const TensorView p = view(positions), q = written("query", query), k = view(key), v = view(value), table = view(cos_sin);
+  const TensorView kc = written("key_cache", key_cache), vc = written("value_cache", value_cache), slots = view(slot_mapping);
+  const TensorView ks = view(key_scale), vs = view(value_scale);
   require_one_device({{"query", q}, {"key", k}, {"value", v}, {"positions", p}, {"cos_sin", table}, {"key_cache", kc},
                       {"value_cache", vc}, {"slot_mapping", slots}, {"key_scale", ks}, {"value_scale", vs}});
   RESEARCH_ENGINE_DISPATCH(q, check_positions(p, table.shape[0]); check_slots(slots, kc.shape[0] * kc.shape[2]);
@@ -291,14 +301,14 @@ void rotary_and_cache(py::handle positions, py::handle query, py::handle key, py
 }
 
 void silu_and_mul(py::handle x, py::handle out, uintptr_t stream_address) {
-  const TensorView in = view(x), result = view(out);
+  const TensorView in = view(x), result = written("out", out);
   require_one_device({{"x", in}, {"out", result}});
   RESEARCH_ENGINE_DISPATCH(in, cpu::silu_and_mul(in, result), cuda::silu_and_mul(in, result, stream));
 }
 
 void skinny_gemm(py::handle x, py::handle weight, py::handle bias, py::handle out, bool gated, bool overlap,
                  uintptr_t stream_address) {
-  const SkinnyGemm args{view(x), view(weight), view(bias), view(out), gated, overlap};
+  const SkinnyGemm args{view(x), view(weight), view(bias), written("out", out), gated, overlap};
   require_one_device({{"x", args.x}, {"weight", args.weight}, {"bias", args.bias}, {"out", args.out}});
   RESEARCH_ENGINE_DISPATCH(args.x, cpu::skinny_gemm(args), cuda::skinny_gemm(args, stream));
 }
@@ -310,7 +320,7 @@ QuantizedWeight quantized_weight(py::handle weight, py::handle scales, py::handl
 
 void quantized_matmul(py::handle x, py::handle weight, py::handle scales, py::handle zeros, py::handle offsets, py::handle bias,
                       py::handle out, py::handle workspace, int kind, int64_t group_size, bool overlap, uintptr_t stream_address) {
-  const QuantizedMatmul args{view(x), view(out), quantized_weight(weight, scales, zeros, offsets, kind, group_size), view(bias),
+  const QuantizedMatmul args{view(x), written("out", out), quantized_weight(weight, scales, zeros, offsets, kind, group_size), view(bias),
                              view(workspace), overlap};
   const QuantizedWeight& w = args.weight;
   require_one_device({{"x", args.x}, {"weight", w.weight}, {"scales", w.scales}, {"zeros", w.zeros}, {"offsets", w.offsets},
@@ -321,7 +331,7 @@ void quantized_matmul(py::handle x, py::handle weight, py::handle scales, py::ha
 void dequantize_weight(py::handle weight, py::handle scales, py::handle zeros, py::handle offsets, py::handle out, int kind,
                        int64_t group_size, uintptr_t stream_address) {
   const QuantizedWeight w = quantized_weight(weight, scales, zeros, offsets, kind, group_size);
-  const TensorView result = view(out);
+  const TensorView result = written("out", out);
   require_one_device({{"weight", w.weight}, {"scales", w.scales}, {"zeros", w.zeros}, {"offsets", w.offsets}, {"out", result}});
   RESEARCH_ENGINE_DISPATCH(result, cpu::dequantize_weight(w, result), cuda::dequantize_weight(w, result, stream));
 }
@@ -350,7 +360,8 @@ void sample(py::handle logits, py::handle temperature, py::handle seeds, py::han
       {"top_ids", top_ids, args.top_ids}, {"top_logprobs", top_logprobs, args.top_logprobs},
       {"workspace", workspace, args.workspace}};
   for (const auto& [name, tensor, target] : tensors) {
-    target = view(tensor);
+    const bool counted = count_drawn && std::string(name).rfind("seen_", 0) == 0;  // then drawn tokens are entered
+    target = counted ? written(name, tensor) : view(tensor);
     require_one_device({{"logits", args.logits}, {name, target}});
   }
   RESEARCH_ENGINE_DISPATCH(args.logits, check_sampling_values(args); cpu::sample(args), cuda::sample(args, stream));

@@ -6,6 +6,8 @@
 
 namespace research_engine {
 
+// Of every call, CUDA's too: in a tensor that an op writes no two indices lead to one element.
+void check_written(const char* name, const TensorView& tensor);
 void check_attention_values(const PagedAttention& args);
 // Slots in [0, capacity), or -1 for a token to skip.
 void check_slots(const TensorView& slot_mapping, int64_t capacity);

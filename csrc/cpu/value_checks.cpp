@@ -23,7 +23,35 @@ template <typename... Parts>
 
 int64_t at32(const TensorView& x, int64_t i) { return x.ptr<int32_t>()[i * x.strides[0]]; }
 
+std::string list(const int64_t* numbers, int count) {
+  std::string result;
+  for (int i = 0; i < count; ++i) result += (i ? ", " : "") + std::to_string(numbers[i]);
+  return "[" + result + "]";
+}
+
+// By size of stride, a dimension has to step past all that the smaller ones span.
+bool may_overlap_itself(const TensorView& x) {
+  int order[TensorView::kMaxDims], count = 0;
+  for (int i = 0; i < x.ndim; ++i) {
+    if (x.shape[i] == 0) return false;
+    if (x.shape[i] > 1) order[count++] = i;
+  }
+  std::sort(order, order + count, [&](int a, int b) { return x.strides[a] < x.strides[b]; });
+  int64_t span = 1;
+  for (int i = 0; i < count; ++i) {
+    if (x.strides[order[i]] < span) return true;
+    span += (x.shape[order[i]] - 1) * x.strides[order[i]];
+  }
+  return false;
+}
+
 }  // namespace
+
+void check_written(const char* name, const TensorView& tensor) {
+  if (may_overlap_itself(tensor))
+    refuse(name, ": shape ", list(tensor.shape, tensor.ndim), ", strides ", list(tensor.strides, tensor.ndim),
+           "; elements share memory, but it is written: each needs a place of its own");
+}
 
 void check_attention_values(const PagedAttention& a) {
   const int64_t requests = a.seq_lens.shape[0], tokens = a.query.shape[0];

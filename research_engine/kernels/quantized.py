@@ -89,7 +89,7 @@ def pack_weight(
         The packed weight, its scales and offsets float32 on a CPU and unchanged on CUDA.
 
     Raises:
-        TypeError, ValueError: a kind, dtype or shape that breaks the rules above.
+        TypeError, ValueError: a kind, dtype or shape that breaks the rules above, or a float8 value that is NaN.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r}; it is one of {', '.join(KINDS)}")
@@ -108,6 +108,9 @@ def pack_weight(
         if floats is not None and floats.dtype not in SCALE_DTYPES["cuda"]:
             refuse(name, floats, "float32, bfloat16 or float16 is needed")
     codes = values.view(torch.uint8) if kind == "float8" else values
+    if kind == "float8" and bool((not_numbers := codes & 0x7F == 0x7F).any()):
+        row, column = not_numbers.nonzero()[0].tolist()
+        raise ValueError(f"values[{row}, {column}] is NaN, one of {int(not_numbers.sum())}; weights have to be numbers")
     pack, columns = (_pack_cpu, _CPU_COLUMNS) if values.is_cpu else (_pack_cuda, _CUDA_COLUMNS)
 
     def padded(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -244,9 +247,11 @@ def quantized_matmul(
         ValueError: a shape, stride or device that breaks the rules above.
     """
     if x.dim() == 2 and x.shape[1] != weight.in_features:  # the padded layout alone would not tell
-        refuse("x", x, f"[T, K] = [T, {weight.in_features}] is needed, as the weight was packed")
+        refuse("x", x, f"[T, K] = [T, {weight.in_features}] is needed, as packed")
     if out is None:
         out = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype, device=x.device)
+    elif x.dim() == 2 and out.shape != (x.shape[0], weight.out_features):
+        refuse("out", out, f"the shape has to be [T, N] = {[x.shape[0], weight.out_features]}, as packed")
     arguments = (
         x, weight.weight, weight.scales, weight.zeros, weight.offsets, bias, out, workspace, weight.kind, overlap,
     )  # fmt: skip
@@ -286,6 +291,8 @@ def dequantize_weight(
     """
     if out is None:
         out = torch.empty((weight.out_features, weight.in_features), dtype=dtype, device=weight.weight.device)
+    elif out.shape != (weight.out_features, weight.in_features):
+        refuse("out", out, f"the shape has to be [N, K] = {[weight.out_features, weight.in_features]}, as packed")
     arguments = (weight.weight, weight.scales, weight.zeros, weight.offsets, out, weight.kind)
     if traced(weight.weight):
         torch.ops.research_engine.dequantize_weight(*arguments)

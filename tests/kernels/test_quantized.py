@@ -281,3 +281,18 @@ def test_wrong_arguments_are_named(device: str) -> None:
         kernels.quantized_matmul(x[0], weight, out=x.new_empty(1, 70))
     with pytest.raises(ValueError, match="out: .*last dimension"):
         kernels.dequantize_weight(weight, out=x.new_empty(64, 70).T)
+    for wrong in ((69, 64), (128, 64), (70, 63), (70, 128)):
+        with pytest.raises(ValueError, match=rf"out: shape \[{wrong[0]}, {wrong[1]}\].*\[N, K\] = \[70, 64\]"):
+            kernels.dequantize_weight(weight, out=x.new_empty(wrong))
+    for columns in (69, 96, 128):
+        with pytest.raises(ValueError, match=rf"out: shape \[3, {columns}\].*\[T, N\] = \[3, 70\]"):
+            kernels.quantized_matmul(x, weight, out=x.new_empty(3, columns))
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_float8_codes_that_are_no_number_are_refused(device: str, code: int) -> None:
+    codes = torch.zeros(16, 64, dtype=torch.uint8)
+    codes[3, 5] = codes[9, 0] = code
+    values, scales = codes.view(torch.float8_e4m3fn).to(device), torch.ones(2, 16, device=device)
+    with pytest.raises(ValueError, match=r"values\[3, 5\] is NaN, one of 2; weights have to be numbers"):
+        kernels.pack_weight(values, scales, kind="float8")
