@@ -232,7 +232,10 @@ def _sentence_transformers(model: str, texts: Sequence[str]) -> Callable[[], Vec
 
 
 def _with_files(options: EmbedBenchOptions, device: torch.device, stack: ExitStack) -> str:
-    """The model's directory; that of a dummy is written, with the pooling of the model that it is shaped like."""
+    """The model's directory; that of a dummy is written, with the pooling of the model that it is shaped like.
+
+    And with a tokenizer of made-up words, since vLLM's pooling wants one even where prompts are token ids.
+    """
     source = resolve_model(options.model, progress=False)
     if source.format != "dummy":
         if source.directory is None:
@@ -242,7 +245,9 @@ def _with_files(options: EmbedBenchOptions, device: torch.device, stack: ExitSta
 
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     write_dummy(options.model, directory, choose_dtype(options.dtype, device), device)
-    first = load_config(source).architecture.startswith("XLM")  # BGE-M3 pools by its first token
+    config = load_config(source)
+    _write_tokenizer(directory, config.vocab_size)
+    first = config.architecture.startswith("XLM")  # BGE-M3 pools by its first token
     kinds = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
@@ -253,6 +258,17 @@ def _with_files(options: EmbedBenchOptions, device: torch.device, stack: ExitSta
     mode = "pooling_mode_cls_token" if first else "pooling_mode_mean_tokens"
     (directory / "1_Pooling" / "config.json").write_text(json.dumps({mode: True}))
     return str(directory)
+
+
+def _write_tokenizer(directory: Path, vocab_size: int) -> None:
+    """One word a token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "pad_token": "w1"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
 
 
 def _run_vllm(

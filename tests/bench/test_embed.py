@@ -40,7 +40,11 @@ import json, os
 __version__ = "0.0-fake"
 class LLM:
     def __init__(self, **options):
-        assert options["runner"] == "pooling" and options["skip_tokenizer_init"] and options["dtype"] == "float32"
+        assert options["runner"] == "pooling" and options["dtype"] == "float32"
+        import tokenizers
+        config = json.load(open(os.path.join(options["model"], "config.json")))
+        words = tokenizers.Tokenizer.from_file(os.path.join(options["model"], "tokenizer.json"))
+        assert words.encode("w3 w7").ids == [3, 7] and words.get_vocab_size() == config["vocab_size"]
         self.files = sorted(os.listdir(options["model"]))
     def embed(self, prompts, use_tqdm):
         assert "modules.json" in self.files and "config.json" in self.files
