@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from research_engine.engine.foreign import words_of
+
 
 def callable_from_file(path: Path, attribute: str, *, kind: str, method: str) -> Callable[..., Any]:
     """The class, or function, of that name in a Python file, which is run.
@@ -34,7 +36,7 @@ def callable_from_file(path: Path, attribute: str, *, kind: str, method: str) ->
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ValueError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{path} cannot be loaded: {words_of(error)}") from error
     found = getattr(module, attribute, None)
     if not callable(found):
         fitting = {
