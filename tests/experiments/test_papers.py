@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from experiments.analysis.paper_table import FILE, highest_within, match_of, order_of
+from experiments.analysis.paper_table import FILE, PaperTable, highest_within, match_of, order_of
 from experiments.analysis.report import write_report
 from experiments.config import ConfigError, available, load_experiment
 from experiments.papers import pagedattention_fig_15, pagedattention_fig_19a, sarathi_capacity, vtc_table_2
@@ -263,6 +264,36 @@ def test_without_its_data_a_computed_table_says_what_is_missing(
     monkeypatch.chdir(tmp_path)
     assert main(["papers/vtc_table_2", "--out", str(tmp_path / "run")]) == 2
     assert "no file 'vtc_real_FCFS.jsonl'; --traces DIR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(COMPUTED))
+def test_a_dry_run_of_a_computed_table_tells_plan_and_cost_and_makes_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make() -> PaperTable:
+        raise AssertionError("the table is made")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(COMPUTED, name, replace(COMPUTED[name], table=make, check=lambda: None))
+    for out in ([], ["--out", str(tmp_path / "run")]):
+        assert main([name, "--dry-run", *out]) == 0
+        plan, cost = capsys.readouterr().out.splitlines()
+        assert plan == f"to make   {name}: {COMPUTED[name].plan}" and cost.startswith("1 table to make, ")
+    assert not list(tmp_path.iterdir())
+    assert main([name, "seeds=[1]", "--dry-run"]) == 2
+
+
+def test_a_dry_run_of_a_computed_table_finds_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RESEARCH_ENGINE_TRACES", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert main(["papers/vtc_table_2", "--dry-run"]) == 2
+    assert "no file 'vtc_real_FCFS.jsonl'; --traces DIR" in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for figure in ("18a", "19a_gpu", "19b_gpu"):
+        assert main([f"papers/pagedattention_fig_{figure}", "--dry-run"]) == 2
+        assert "torch finds no CUDA device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", sorted(COMPUTED))
