@@ -255,6 +255,11 @@ def test_compare_tells_trials_of_several_environments(finished: Path, capsys: py
     environment = json.loads(capsys.readouterr().out)["environment"]
     assert "0.1 (1 trial)" in environment.pop("packages.numpy")[1]
     assert not environment.keys() - {"threads"}
+    changed.unlink()
+    assert command(["compare", str(finished), str(mixed), "--json"]) == 0
+    environment = json.loads(capsys.readouterr().out)["environment"]
+    before, after = environment.pop("no record")
+    assert before is None and after.startswith("1 trial (") and not environment.keys() - {"threads"}
 
 
 def test_other_requests_under_the_same_seed_are_told(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,6 +146,11 @@ def test_trials_keep_under_what_they_ran_and_tables_say_where_that_differs(
         text = (out / name).read_text()
         assert re.search(r"Trials ran in different environments: threads (1 \(1 trial\) / )?2 \(3 trials\)", text), name
     assert "1 (1 trial)" in (out / "table.md").read_text()
+    (again / "environment.json").unlink()
+    write_report(out)
+    for name in ("table.md", "effects.md", "table.tex", "report.html"):
+        text = " ".join((out / name).read_text().split())
+        assert re.search(r"Nothing is recorded of what 1 trial \((fcfs|priority), seed \d\) ran under\.", text), name
 
 
 def test_half_a_trial_counts_as_none(file: Path, tmp_path: Path) -> None:
