@@ -160,6 +160,8 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     console.print(f"{experiment.name}: {_size(experiment, len(cells))}, into {out}", markup=False, soft_wrap=True)
     report = run_experiment(experiment, cells, out, console=console, jobs=options.jobs, launcher=_launcher(options))
     table = write_report(out)
+    if table is not None and report.interrupted is not None:
+        table = table.of_results()
     if table is not None:
         console.print(to_rich(table, console.width))
     if table is not None and experiment.paper is not None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -21,6 +22,8 @@ from rich.console import Console
 from experiments import environment, storage
 from experiments.analysis.report import write_report
 from experiments.config import ConfigError, load_experiment
+from experiments.launcher import Events, InTurn
+from experiments.plan import Trial
 from experiments.run import main
 from experiments.runner import RunReport, run_experiment
 from tests.experiments.stub_backend import StubBackend
@@ -358,9 +361,28 @@ def test_ctrl_c_keeps_finished_trials_and_says_how_to_go_on(tmp_path: Path) -> N
     rest = process.stdout.read()
     assert process.wait() == 130
     assert "stopped in chunked_prefill, seed 0; 1 of 3 trials are finished and kept" in rest
+    assert "No result yet: chunked_prefill; priority." in " ".join(rest.split())
     assert f"--out {tmp_path / 'run'}" in rest
     assert [path.name.split("-")[0] for path in (tmp_path / "run" / "trials").iterdir()] == ["fcfs"]
     assert not list(tmp_path.rglob(".*"))
+
+
+class _Interrupted(InTurn):
+    """Ctrl-C comes while the first trial runs."""
+
+    def run(self, trials: Sequence[Trial], directory: Path, events: Events) -> None:
+        events.progress(0, trials[0].name)
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_before_a_trial_has_finished_prints_no_table(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("experiments.run._launcher", lambda options: _Interrupted(StubBackend()))
+    assert main([str(file), "order=as_written", "--out", str(tmp_path / "run")]) == 130
+    out = capsys.readouterr().out
+    assert "stopped in fcfs, seed 3; 0 of 4 trials are finished and kept. To go on:\n  python" in out
+    assert "no trial" not in out and not (tmp_path / "run" / "table.md").exists()
 
 
 def test_two_processes_do_not_run_into_one_directory(file: Path, tmp_path: Path) -> None:
