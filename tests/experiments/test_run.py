@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -83,6 +84,25 @@ def test_a_run_directory_is_complete(file: Path, tmp_path: Path) -> None:
         assert len(pd.read_parquet(trial / "requests.parquet")) == 4
         assert json.loads((trial / "trace.json").read_text())["traceEvents"]
     assert json.loads((out / "environment.json").read_text())["packages"]["numpy"]
+
+
+@pytest.mark.parametrize(("kind", "clocks"), [("simulated", 3), ("real", 0)])
+def test_progress_names_the_clock_of_each_number(
+    kind: str, clocks: int, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment.CoreWatch, "others", lambda watch: 0.0)
+    backend, screen = StubBackend(), io.StringIO()
+    backend.kind = kind
+    experiment, cells = load_experiment(str(file), ["seeds=[3]", "order=as_written"])
+    run_experiment(experiment, cells, tmp_path / "run", console=Console(file=screen, width=200), backend=backend)
+    first, last = (line for line in screen.getvalue().splitlines() if " requests in " in line)
+    virtual = r"4 of 4 requests in [\d.]+ s of virtual time, \d+ output tokens/virtual second"
+    told = (
+        (virtual, " of real time") if kind == "simulated" else (r"4 of 4 requests in [\d.]+ s, \d+ output tokens/s", "")
+    )
+    assert re.fullmatch(rf"fcfs, seed 3: {told[0]}; 1 of 2 trials, about \d+ s{told[1]} left", first)
+    assert re.fullmatch(rf"priority, seed 3: {told[0]}", last)
+    assert sum(first.count(word) for word in ("virtual", "real time")) == clocks
 
 
 def test_every_policy_serves_the_same_arrivals_and_lengths(file: Path, tmp_path: Path) -> None:
