@@ -136,3 +136,4 @@ def _scale(axis: Any, values: Sequence[float]) -> None:
         axis.xaxis.set_major_formatter("{x:g}")
     else:
         axis.set_xlim(left=0)
+        axis.locator_params(axis="x", nbins=5)  # of numbers as long as 0.0025 more run into one another
