@@ -65,10 +65,9 @@ def differing_facts(trials: Sequence[RanUnder]) -> dict[str, dict[str, int]]:
     A trial whose record lacks a fact that others have counts as `not recorded`; one without any record counts nowhere.
     Facts of machines are compared among real trials alone.
     """
-    known = {one.name: one.facts for one in trials if one.environment is not None}
     out = {}
     for key in _all_facts(trials):
-        values = [_word(key, facts[key]) for facts in known.values() if key in facts]
+        values = [_word(key, one.facts[key]) for one in trials if key in one.facts]
         if len(set(values)) > 1:
             lacking = [_NOT_RECORDED for one in trials if one.lacks(key)]
             out[key] = dict(Counter([*values, *lacking]))

@@ -35,12 +35,8 @@ class Table:
     notes: Sequence[str]
 
     def of_results(self) -> Table | None:
-        """Without the columns that hold no number, which a note names; None where none holds any."""
-        kept = [
-            at
-            for at in range(len(self.columns))
-            if any(not math.isnan(entries[at].interval.mean) for _, entries in self.rows)
-        ]
+        """Without the columns of dashes alone, which a note names; None where there are no others."""
+        kept = [at for at in range(len(self.columns)) if any(entries[at].text != "-" for _, entries in self.rows)]
         if not kept or len(kept) == len(self.columns):
             return self if kept else None
         empty = [label for at, label in enumerate(self.columns) if at not in kept]
