@@ -15,6 +15,7 @@ from yaml import MarkedYAMLError
 
 from experiments.experiment import Experiment, is_level, label_of
 from experiments.kernel_settings import KernelSettings
+from experiments.paper import Paper
 from experiments.settings import Settings, nearest_first
 from experiments.workloads import WorkloadSettings
 from research_engine.engine.config import OnFault
@@ -244,6 +245,7 @@ def load_experiment(name: str, overrides: Sequence[str] = ()) -> tuple[Experimen
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     raw.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "experiment")
+    as_written = copy.deepcopy(raw) if overrides else {}
     for word in overrides:
         _override(raw, word, origin)
     _add_changes(raw, overrides)
@@ -253,7 +255,7 @@ def load_experiment(name: str, overrides: Sequence[str] = ()) -> tuple[Experimen
         raise ConfigError(_explain(error, origin, ())) from error
     cells = list(_cells(experiment, raw, origin))
     _check_schedulers(cells, origin)
-    return experiment, cells
+    return _with_known_rows(experiment, cells, as_written, origin), cells
 
 
 # Keys whose change makes no description wrong.
@@ -377,6 +379,43 @@ def _check_schedulers(cells: Sequence[Cell], origin: Origin) -> None:
         if getattr(policy, "preemption", None) == "swap" and not (settings.num_host_blocks or settings.swap_space):
             rule = "preemption = 'swap' needs host blocks: set swap_space (GiB) or num_host_blocks"
             raise ConfigError(f"{origin.file}: {cell.label}: {rule}")
+
+
+def _with_known_rows(
+    experiment: Experiment, cells: Sequence[Cell], as_written: dict[str, Any], origin: Origin
+) -> Experiment:
+    """The experiment; rows of its paper's table that the command line took out of the grid are noted in `left_out`.
+
+    Args:
+        as_written: the raw configuration before the command line's words; empty where there were none.
+
+    Raises:
+        ConfigError: a figure or a claim of the paper names a row that no cell makes.
+    """
+    paper = experiment.paper
+    if paper is None:
+        return experiment
+    rows = {metric: _rows(paper, metric, cells) for metric in paper.metrics}
+    missing = [named for named in paper.rows_named() if named[2] not in (*rows[named[1]], *paper.left_out)]
+    written = _cells_as_written(as_written) if missing else []
+    for place, metric, row in missing:
+        if row not in _rows(paper, metric, written):
+            where, key = origin.of(("paper", *place)), ".".join(map(str, place))
+            raise ConfigError(f"{where}: paper.{key}: no row {row!r}; {nearest_first(row, rows[metric])}")
+    left_out = tuple(dict.fromkeys([*paper.left_out, *(row for _, _, row in missing)]))
+    return experiment.model_copy(update={"paper": paper.model_copy(update={"left_out": left_out})})
+
+
+def _rows(paper: Paper, metric: str, cells: Sequence[Cell]) -> list[str]:
+    return list(dict.fromkeys(paper.row_of(metric, cell.label, cell.levels) for cell in cells))
+
+
+def _cells_as_written(raw: dict[str, Any]) -> list[Cell]:
+    """Cells of a file without the command line's words; none where it is no experiment without them."""
+    try:
+        return list(_cells(Experiment.model_validate(raw), raw, Origin("")))
+    except (ConfigError, ValidationError):
+        return []
 
 
 def _explain(

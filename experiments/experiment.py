@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -209,9 +210,13 @@ class Experiment(Settings):
             return self
         if SUSTAINED in self.paper.metrics and self.paper.sustained is None:
             raise ValueError("a column or claim asks for `sustained`, and paper.sustained does not say of what")
-        if self.paper.sustained is not None and self.paper.sustained.over not in self.factors:
+        if self.paper.sustained is not None:
             over = self.paper.sustained.over
-            raise ValueError(f"paper.sustained.over: no factor {over!r}; {nearest_first(over, self.factors)}")
+            if over not in self.factors:
+                raise ValueError(f"paper.sustained.over: no factor {over!r}; {nearest_first(over, self.factors)}")
+            for label in (level.label for level in self.factors[over]):
+                if not _is_number(label):
+                    raise ValueError(f"paper.sustained.over: {over} has the level {label!r}; each must be a number")
         return self
 
     @model_validator(mode="after")
@@ -245,6 +250,13 @@ class Experiment(Settings):
 def is_level(value: Any) -> bool:
     """Whether YAML gives a level with a label, and not a plain value."""
     return isinstance(value, dict) and "label" in value
+
+
+def _is_number(label: str) -> bool:
+    try:
+        return math.isfinite(float(label))
+    except ValueError:
+        return False
 
 
 def label_of(value: Any) -> str:

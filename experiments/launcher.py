@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from experiments.backend import Backend
 from experiments.plan import Trial
 from experiments.trial_runner import TrialRunner
+from research_engine.engine.foreign import words_of
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -66,8 +67,7 @@ def failure_of(error: BaseException) -> Failure:
     """
     if isinstance(error, OSError) and error.errno in NO_SPACE:
         raise error
-    message = str(error).splitlines()[0] if str(error) else "no message"
-    return Failure(f"{type(error).__name__}: {message}", "".join(traceback.format_exception(error)))
+    return Failure(words_of(error).splitlines()[0], "".join(traceback.format_exception(error)))
 
 
 class InTurn:

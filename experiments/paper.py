@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, FiniteFloat, field_validator, model_validator
 
 from experiments.settings import Settings, nearest_first
 
@@ -46,13 +46,14 @@ class Column(Settings):
         digits: after the point; None takes the metric's.
         paper: cell -> the paper's figure, in the metric's unit. Cells that the paper has no figure for are left out.
         within: the share of the paper's figure by which each of ours may differ for them to match. None, where the
-            paper's figures are not expected to come out again: no match is claimed, nor judged.
+            paper's figures are not expected to come out again: no match is claimed, nor judged. What is 0 in the paper
+            has to be 0.
     """
 
     metric: str
     label: str | None = None
     digits: int | None = Field(default=None, ge=0)
-    paper: Mapping[str, float] = Field(default_factory=dict)
+    paper: Mapping[str, FiniteFloat] = Field(default_factory=dict)
     within: float | None = Field(default=None, gt=0, lt=1)
 
     _known = field_validator("metric")(known_metric)
@@ -91,6 +92,8 @@ class Paper(Settings):
         claims: what must hold for the figures to say the same as the paper's.
         sustained: how the metric `sustained` is found.
         differs: what is not as in the paper, in sentences.
+        left_out: rows of the paper's table that figures and claims name, and that no cell of the grid makes; those that
+            the command line takes out of a grid are added. What is claimed of them cannot be told.
     """
 
     source: str
@@ -98,6 +101,21 @@ class Paper(Settings):
     claims: tuple[Claim, ...] = Field(min_length=1)
     sustained: Sustained | None = None
     differs: str
+    left_out: tuple[str, ...] = ()
+
+    def row_of(self, metric: str, label: str, levels: Mapping[str, str]) -> str:
+        """The row of a metric's figures that a cell of that label, and of those levels of factors, belongs to."""
+        if metric != SUSTAINED:
+            return label
+        assert self.sustained is not None
+        return ", ".join(level for factor, level in levels.items() if factor != self.sustained.over)
+
+    def rows_named(self) -> Iterator[tuple[tuple[str | int, ...], str, str]]:
+        """(place in this section, metric, row) of all that a column has a figure for, or a claim names."""
+        for index, column in enumerate(self.columns):
+            yield from ((("columns", index, "paper", row), column.metric, row) for row in column.paper)
+        for index, claim in enumerate(self.claims):
+            yield from ((("claims", index, "rising", at), claim.metric, row) for at, row in enumerate(claim.rising))
 
     @property
     def metrics(self) -> set[str]:

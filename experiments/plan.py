@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from experiments.config import Cell, TrialSettings
 from experiments.experiment import Experiment
 from experiments.kernel_settings import KernelSettings, source_digest
 from experiments.workloads.streams import stream
+from research_engine.plugins import source_files
 
 ROOT = Path(__file__).resolve().parent.parent
 _CODE = (
@@ -111,12 +113,20 @@ def _named_files(settings: TrialSettings) -> dict[str, object]:
     content: dict[str, object] = {}
     path, colon, _ = settings.scheduler.rpartition(":")
     if colon and path.endswith(".py"):
-        content["policy"] = hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()
+        content["policy"] = _policy_digest(Path(path).expanduser())
     for name, file in (("gpu", settings.gpu), ("profile", settings.profile)):
         if file and file.endswith(".json") and Path(file).is_file():
             content[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     content["workload"] = [_file_digest(file, file.stat().st_mtime_ns) for file in settings.workload.files()]
     return content
+
+
+def _policy_digest(path: Path) -> str:
+    """SHA-256 of a policy's file; of all its package's where it imports from there."""
+    files = source_files(path)
+    root = Path(os.path.commonpath([file.parent for file in files]))
+    digests = {file.relative_to(root).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest() if len(files) > 1 else digests[path.name]
 
 
 @lru_cache(maxsize=64)

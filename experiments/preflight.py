@@ -120,7 +120,7 @@ def cost_of(trial: Trial, directory: Path | None, scale: float | None) -> Cost:
     if own.executor == "simulated":
         if scale is None:
             return Cost(None, f"{own.workload.num_requests} requests in virtual time")
-        return Cost(scale * own.workload.num_requests, f"by its first {_SAMPLE} requests")
+        return Cost(scale * own.workload.num_requests, f"of real time, by its first {_SAMPLE} requests")
     rate = own.workload.arrivals.rate
     if own.workload.arrivals.process in ("poisson", "gamma", "constant", "on_off", "diurnal") and rate is not None:
         return Cost(own.workload.num_requests / rate, "at least: the arrivals alone")

@@ -124,8 +124,8 @@ def _list() -> int:
     from experiments.papers.computed import COMPUTED
     from experiments.validation.recorded import DESCRIPTION as RECORDED_DESCRIPTION
 
-    for name, (description, _) in COMPUTED.items():
-        print(f"{name:<32}   0 trials  {description}")
+    for name, computed in COMPUTED.items():
+        print(f"{name:<32}   0 trials  {computed.description}")
     print(f"{RECORDED:<32}   0 trials  {RECORDED_DESCRIPTION}")
     return 0
 
@@ -135,31 +135,33 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     from experiments.analysis.report import write_report
     from experiments.analysis.table_formats import to_rich
     from experiments.config import RECORDED, load_experiment
-    from experiments.papers.computed import COMPUTED, run_computed
+    from experiments.papers.computed import COMPUTED, plan_computed, run_computed
     from experiments.preflight import check_names
     from experiments.runner import run_experiment
 
     given = list(options.words)
     name = given.pop(0) if given and "=" not in given[0] else "quickstart"
     if name == RECORDED:
-        from experiments.validation.recorded import run_recorded
+        from experiments.validation.recorded import plan_recorded, run_recorded
 
-        return run_recorded(given, options.out or Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+        return plan_recorded(given) if options.dry_run else run_recorded(given, _out(options, name))
     if name in COMPUTED:
         own = name.rpartition("/")[2]
-        return run_computed(name, given, options.out or Path("runs") / f"{own}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+        return plan_computed(name, given) if options.dry_run else run_computed(name, given, _out(options, own))
     experiment, cells = load_experiment(name, given)
     for word in given:
         key, _, value = word.partition("=")
         if key == "seeds" and value.isdecimal() and int(value) > 1:
             print(f"note: {word} is one seed, {int(value)}; several are a list, such as seeds=[0,1,2,3,4,5]")
     check_names(cells)
-    out = options.out or Path("runs") / f"{experiment.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    out = _out(options, experiment.name)
     if options.dry_run:
         return _dry_run(experiment, cells, options)
     console.print(f"{experiment.name}: {_size(experiment, len(cells))}, into {out}", markup=False, soft_wrap=True)
     report = run_experiment(experiment, cells, out, console=console, jobs=options.jobs, launcher=_launcher(options))
     table = write_report(out)
+    if table is not None and report.interrupted is not None:
+        table = table.of_results()
     if table is not None:
         console.print(to_rich(table, console.width))
     if table is not None and experiment.paper is not None:
@@ -180,6 +182,11 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         print(f"tracebacks are in {out / 'failures.json'}", file=sys.stderr)
     print(f"{done} of {report.planned} trials are in {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
     return 1 if report.failed else 0
+
+
+def _out(options: argparse.Namespace, name: str) -> Path:
+    """The run directory."""
+    return options.out or Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
 
 
 def _size(experiment: Experiment, cells: int) -> str:

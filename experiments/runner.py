@@ -192,7 +192,8 @@ class _Screen:
         self._report.finished += 1
         done = self._report.finished
         left = (time.monotonic() - self._begin) / done * (self._total - done)
-        still = f"; {done} of {self._total}, about {_duration(left)} left" if done < self._total else ""
+        clock = " of real time" if _is_virtual(summary) else ""
+        still = f"; {done} of {self._total} trials, about {_duration(left)}{clock} left" if done < self._total else ""
         self._console.print(f"{trial.name}: {_outcome(summary)}{still}", markup=False, soft_wrap=True)
 
     def failed(self, trial: Trial, failure: Failure) -> None:
@@ -210,7 +211,13 @@ def _outcome(summary: dict[str, Any]) -> str:
     if "kernel" in summary:
         median, share = numbers["kernel_time"]["p50"], numbers["roofline_share"]
         return f"{1e6 * median:.1f} us, {100 * share:.0f} % of the roofline{marks}"
+    clock, second = (" of virtual time", "virtual second") if _is_virtual(summary) else ("", "s")
     return (
-        f"{numbers['num_completed']} of {numbers['num_requests']} requests "
-        f"in {numbers['duration']:.1f} s, {numbers['output_throughput']:.0f} output tokens/s{marks}"
+        f"{numbers['num_completed']} of {numbers['num_requests']} requests in {numbers['duration']:.1f} s{clock}, "
+        f"{numbers['output_throughput']:.0f} output tokens/{second}{marks}"
     )
+
+
+def _is_virtual(summary: dict[str, Any]) -> bool:
+    """Whether the trial's own times are those of a virtual clock, beside which the wall's has to be named."""
+    return bool(summary["kind"] == "simulated")

@@ -26,7 +26,7 @@ class TrialRunner:
     Args:
         backend: what serving trials run on; as their settings say when None.
         on_progress: is told now and then how many requests, or runs of a kernel, have ended since, and what goes on.
-        on_note: is told what the user should know of a workload, once each.
+        on_note: is told what the user should know of a workload, once each; what is about a file's content once ever.
         progress: show downloads.
     """
 
@@ -35,7 +35,7 @@ class TrialRunner:
         backend: Backend | None = None,
         *,
         on_progress: Callable[[int, str], None] = lambda count, text: None,
-        on_note: Callable[[str], None] = lambda text: None,
+        on_note: Callable[[str], None] | None = None,
         progress: bool = True,
     ) -> None:
         self._backend = backend or ChosenBackend(progress=progress)
@@ -61,11 +61,7 @@ class TrialRunner:
             checked.add((own, trial.seed))
             self._on_progress(0, f"checking {trial.name}")
             self._backend.prepare(trial.settings)
-            workload = self._workload(trial)
-            for warning in workload.warnings:
-                if warning not in self._noted:
-                    self._noted.add(warning)
-                    self._on_note(warning)
+            self._note(self._workload(trial))
 
     def run(self, trial: Trial, directory: Path) -> dict[str, Any]:
         """One trial; returns its summary. Whatever goes wrong is raised, and leaves no directory."""
@@ -88,6 +84,18 @@ class TrialRunner:
         summary = run_trial(trial, workload, self._backend, directory, counter.add, begin)
         counter.tell()
         return summary
+
+    def _note(self, workload: Workload) -> None:
+        if self._on_note is None:
+            return
+        for warning in workload.warnings:
+            if warning in self._noted:
+                continue
+            self._noted.add(warning)
+            if workload.notice is None or warning != workload.notice.text:
+                self._on_note(warning)
+            elif workload.notice.is_news():
+                self._on_note(f"{warning} (said once of this file; the summary.json of every trial says it, too)")
 
     def _workload(self, trial: Trial) -> Workload:
         """The very same requests for every trial of the key; limits of the engine are part of it, being checked."""

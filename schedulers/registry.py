@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from research_engine.engine.contract import Scheduler
+from research_engine.engine.foreign import has_words, shown, words_of
 from research_engine.plugins import callable_from_file, file_and_attribute, nearest_first
 
 ENTRY_POINT_GROUP = "research_engine.schedulers"
@@ -53,15 +54,15 @@ def create(name: str, **parameters: Any) -> Scheduler:
             raise ValueError(f"scheduler {name!r} has no parameter {key!r}; {nearest_first(key, valid)}")
     try:
         scheduler = policy(**parameters)
-    except ValueError:
-        raise
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        raise ValueError(f"scheduler {name!r} cannot be made with {parameters!r}: {what}") from error
+        if isinstance(error, ValueError) and has_words(error):
+            raise
+        told = words_of(error)
+        raise ValueError(f"scheduler {name!r} cannot be made with {parameters!r}: {told}") from error
     for method in ("schedule(view)", "on_arrival(request)", "on_step(record)", "on_finish(request)"):
         if not callable(getattr(scheduler, method.partition("(")[0], None)):
             hint = "a subclass of research_engine.engine.contract.Scheduler has the events"
-            raise ValueError(f"scheduler {name!r} makes {scheduler!r}, which has no method {method}; {hint}")
+            raise ValueError(f"scheduler {name!r} makes {shown(scheduler)}, which has no method {method}; {hint}")
     return scheduler
 
 
@@ -77,8 +78,8 @@ def find(name: str) -> Callable[..., Scheduler]:
             try:
                 found: Callable[..., Scheduler] = point.load()
             except Exception as error:
-                what = f"{type(error).__name__}: {error}"
-                raise ValueError(f"scheduler {name!r} of an installed package cannot be loaded: {what}") from error
+                told = words_of(error)
+                raise ValueError(f"scheduler {name!r} of an installed package cannot be loaded: {told}") from error
             return found
     hint = " A policy of your own is named path/to/file.py:ClassName."
     raise ValueError(f"no scheduler {name!r}; {nearest_first(name, available())}.{hint}")

@@ -63,7 +63,9 @@ def to_html(
         data = base64.b64encode(plot.read_bytes()).decode()
         body.append(f'<p><img alt="{_text(plot.stem)}" src="data:image/png;base64,{data}"></p>')
     body += [f'<p class="note">{_text(why)}</p>' for why in untold]
-    body += ["<h2>Trials</h2>", _trials(run), "<h2>Environment</h2>", _rows(_environment(run))]
+    warnings = dict.fromkeys(w for summary in run.summaries for w in summary.get("workload", {}).get("warnings", ()))
+    notes = [f'<p class="note">{_text(warning)}</p>' for warning in warnings]
+    body += ["<h2>Trials</h2>", _trials(run), *notes, "<h2>Environment</h2>", _rows(_environment(run))]
     config = yaml.safe_dump(dict(run.config), sort_keys=False, allow_unicode=True)
     body += ["<h2>Configuration</h2>", f"<details><summary>config.yaml</summary><pre>{_text(config)}</pre></details>"]
     return (

@@ -92,15 +92,23 @@ def match_of(label: str, pairs: Mapping[str, tuple[float, float]], within: float
 
     Args:
         label: of what the figures are.
-        pairs: name -> (the paper's figure, not 0; ours, NaN where it is missing).
+        pairs: name -> (the paper's figure; ours, NaN where it is missing). Of 0 every share is 0: ours has to be 0.
         within: the share.
     """
-    shares = {name: abs(ours / theirs - 1) for name, (theirs, ours) in pairs.items()}
+    shares = {name: _share(*pair) for name, pair in pairs.items()}
     text, words = f"{label}: ours are the paper's within {100 * within:g} %", ("matches", "does not match")
     if any(map(math.isnan, shares.values())):
         return Verdict(text, None, "", words)
     worst = max(shares, key=lambda name: shares[name])
-    return Verdict(text, shares[worst] <= within, f"{worst} differs most, by {100 * shares[worst]:.2g} %", words)
+    by = f"by {100 * shares[worst]:.2g} %" if shares[worst] < math.inf else f"{pairs[worst][1]:.3g} in place of 0"
+    return Verdict(text, shares[worst] <= within, f"{worst} differs most, {by}", words)
+
+
+def _share(theirs: float, ours: float) -> float:
+    """Of the paper's figure, by which ours differs from it; NaN where ours is missing."""
+    if theirs:
+        return abs(ours / theirs - 1)
+    return ours if math.isnan(ours) else math.inf if ours else 0.0
 
 
 def paper_table(run: RunFiles) -> PaperTable | None:
@@ -109,7 +117,7 @@ def paper_table(run: RunFiles) -> PaperTable | None:
     if raw is None:
         return None
     paper = Paper.model_validate(raw)
-    figures = {name: _figures(run.cells, name, paper.sustained) for name in paper.metrics}
+    figures = {name: _figures(run.cells, name, paper) for name in paper.metrics}
     rows: dict[str, list[tuple[str, str]]] = {}
     for row in dict.fromkeys(row for column in paper.columns for row in figures[column.metric]):
         rows[row] = []
@@ -135,13 +143,14 @@ def _verdict(claim: Claim, figures: Mapping[str, float]) -> Verdict:
     return order_of(claim.text, claim.rising, values, _digits(claim.metric), claim.factor)
 
 
-def _figures(cells: Sequence[CellResults], name: str, sustained: Sustained | None) -> dict[str, float]:
+def _figures(cells: Sequence[CellResults], name: str, paper: Paper) -> dict[str, float]:
+    rows = [paper.row_of(name, cell.label, cell.levels) for cell in cells]
     if name != SUSTAINED:
-        return {cell.label: _mean(cell, name) for cell in cells}
+        return {row: _mean(cell, name) for row, cell in zip(rows, cells, strict=True)}
+    sustained = paper.sustained
     assert sustained is not None
     curves: dict[str, list[tuple[float, float]]] = {}
-    for cell in cells:
-        row = ", ".join(label for factor, label in cell.levels.items() if factor != sustained.over)
+    for row, cell in zip(rows, cells, strict=True):
         curves.setdefault(row, []).append((float(cell.levels[sustained.over]), _mean(cell, sustained.metric)))
     return {row: highest_within(sorted(curve), sustained.limit) for row, curve in curves.items()}
 

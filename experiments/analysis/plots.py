@@ -26,7 +26,8 @@ STYLES: tuple[tuple[str, Any], ...] = (
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDTH = 7.2  # inches: a paper's two columns
 LINE = 122  # letters of a title's line
-_PANELS = (("ttft", "TTFT (s)"), ("itl", "inter-token latency (s)"), ("e2e", "end-to-end latency (s)"))
+_LINE_HEIGHT = 0.14  # inches
+PANELS = (("ttft", "TTFT (s)"), ("itl", "inter-token latency (s)"), ("e2e", "end-to-end latency (s)"))
 _SETTINGS = {
     "font.size": 8,
     "axes.labelsize": 8,
@@ -54,18 +55,20 @@ def marker(index: int) -> str:
 
 @contextmanager
 def drawing(title: str, height: float) -> Iterator[Any]:
-    """An empty figure of the paper's width, in the project's style, with one line on top.
+    """An empty figure of the paper's width, in the project's style, with its title on top.
 
     Args:
-        title: one line, or more where it is long.
+        title: one line, which goes on below where it is long; each further line makes the figure higher.
         height: inches.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     with mpl.rc_context(_SETTINGS):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        figure.suptitle(textwrap.fill(title, LINE), fontsize=8, x=0.01, ha="left")
+        first, *further = (textwrap.wrap(line, LINE) for line in title.split("\n"))
+        more = [line for wrapped in further for line in wrapped]
+        figure = Figure(figsize=(WIDTH, height + _LINE_HEIGHT * len(more)), layout="constrained")
+        figure.suptitle("\n".join([*first, *more]), fontsize=8, x=0.01, ha="left")
         yield figure
 
 
@@ -102,8 +105,8 @@ def latency_cdf(latencies: Mapping[str, Mapping[str, Sequence[float]]], title: s
         The files written: path.png and path.pdf.
     """
     with drawing(title, 2.7) as figure:
-        axes = figure.subplots(1, len(_PANELS), sharey=True)
-        for axis, (name, label) in zip(axes, _PANELS, strict=True):
+        axes = figure.subplots(1, len(PANELS), sharey=True)
+        for axis, (name, label) in zip(axes, PANELS, strict=True):
             for share in (0.5, 0.9, 0.99):
                 axis.axhline(share, color="0.85", linewidth=0.6, zorder=0)
             for index, (cell, values) in enumerate(latencies.items()):
@@ -133,3 +136,4 @@ def _scale(axis: Any, values: Sequence[float]) -> None:
         axis.xaxis.set_major_formatter("{x:g}")
     else:
         axis.set_xlim(left=0)
+        axis.locator_params(axis="x", nbins=5)  # of numbers as long as 0.0025 more run into one another

@@ -15,6 +15,8 @@ from experiments.analysis.plots import STYLES, drawing, legend_below, line_style
 from experiments.analysis.statistics import Interval, bootstrap_interval
 from experiments.analysis.tables import digits_of
 
+OF_PARETO = ("output_throughput", "ttft_p50")
+
 
 def interval_of(cell: CellResults, metric: Metric) -> Interval:
     """Mean over seeds and its interval."""
@@ -94,7 +96,7 @@ def _spread(axis: Any, levels: Sequence[float]) -> None:
 
 def pareto(cells: Sequence[CellResults], title: str, path: Path) -> list[Path]:
     """TTFT against output throughput, a point a cell; the line joins the cells that no other beats in both."""
-    throughput, latency = METRICS["output_throughput"], METRICS["ttft_p50"]
+    throughput, latency = (METRICS[name] for name in OF_PARETO)
     points = {cell.label: (interval_of(cell, throughput).mean, interval_of(cell, latency).mean) for cell in cells}
     known = {label: point for label, point in points.items() if not any(map(math.isnan, point))}
     with drawing(title, 3.0) as figure:

@@ -11,11 +11,12 @@ import numpy as np
 
 from experiments.analysis import plots, plots_of_cells, plots_over_time
 from experiments.analysis.html import to_html
-from experiments.analysis.metrics import METRICS
+from experiments.analysis.metrics import METRICS, USUAL
 from experiments.analysis.paper_table import paper_table
 from experiments.analysis.run_files import RunFiles
 from experiments.analysis.table_formats import to_csv, to_latex, to_markdown
 from experiments.analysis.tables import Table, build_effects, build_table
+from experiments.analysis.verdicts import tail_metrics, verdict_lines
 from experiments.storage import write_text, write_with
 
 FILES = {"latency_cdf": "latency"}  # plot -> file name, where it is not its kind
@@ -96,21 +97,25 @@ class _CannotPlot(Exception):
 def _plot(run: RunFiles, plot: Mapping[str, Any], path: Path) -> list[Path]:
     kind, cells, title = plot["kind"], [cell for cell in run.cells if cell.summaries], run.caption
     if kind == "bars":
-        return plots_of_cells.bars(cells, plot.get("metric") or _usual_metric(run), title, path)
+        name = plot.get("metric") or _usual_metric(run)
+        return plots_of_cells.bars(cells, name, _with_verdicts(run, [name]), path)
     if kind == "latency_load":
         x = _factor(run, plot.get("x"), "latency_load needs a factor of numbers", numeric=True)
         names = [plot["metric"]] if plot.get("metric") else _load_metrics(run)
-        return plots_of_cells.latency_load(cells, x, names, title, path)
+        return plots_of_cells.latency_load(cells, x, names, _with_verdicts(run, names), path)
     if kind == "heatmap":
         x = _factor(run, plot.get("x"), "a heat map needs two factors")
         y = _factor(run, plot.get("y"), "a heat map needs two factors", without=x)
-        return plots_of_cells.heatmap(cells, x, y, plot.get("metric") or _usual_metric(run), title, path)
+        name = plot.get("metric") or _usual_metric(run)
+        return plots_of_cells.heatmap(cells, x, y, name, _with_verdicts(run, [name]), path)
     if run.config.get("measures") == "kernels":
         raise _CannotPlot("kernels serve no requests")
     if kind == "pareto":
-        return plots_of_cells.pareto(cells, title, path)
+        return plots_of_cells.pareto(cells, _with_verdicts(run, plots_of_cells.OF_PARETO), path)
     if kind == "latency_cdf":
-        return plots.latency_cdf(_latencies(run), title, path)
+        shown = (run.config.get("outputs") or {}).get("table") or USUAL
+        names = tail_metrics([latency for latency, _ in plots.PANELS], shown, run.cells, run.baseline)
+        return plots.latency_cdf(_latencies(run), _with_verdicts(run, names), path)
     first, runs = run.first_of_each_cell(), run.first_records
     if len(first) > len(runs):
         title += f"  ·  the first {len(runs)} of {len(first)} cells"
@@ -122,6 +127,11 @@ def _plot(run: RunFiles, plot: Mapping[str, Any], path: Path) -> list[Path]:
     if any(len({record.client for record in records.requests}) < 2 for records in runs.values()):
         raise _CannotPlot("fairness_over_time needs at least two clients (workload.clients)")
     return plots_over_time.fairness_over_time(runs, title, path)
+
+
+def _with_verdicts(run: RunFiles, names: Sequence[str]) -> str:
+    """The caption, and below it what the tables say of the metrics that are plotted."""
+    return "\n".join([run.caption, *verdict_lines(run.cells, run.baseline, names)])
 
 
 def _factor(run: RunFiles, wanted: str | None, why: str, *, without: str = "", numeric: bool = False) -> str:

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from experiments.analysis.cells import CellResults
-from experiments.analysis.environments import differing_facts, facts_of, note_of, values_of
+from experiments.analysis.environments import (
+    RanUnder,
+    differing_facts,
+    facts_of,
+    named,
+    notes_of,
+    values_of,
+    without_record,
+)
 from experiments.config import ConfigError
 from experiments.storage import read_environment, read_summary
 from research_engine import metrics
@@ -83,24 +91,29 @@ class RunFiles:
         return [summary for cell in self.cells for summary in cell.summaries.values()]
 
     @cached_property
-    def differing(self) -> Mapping[str, Mapping[str, int]]:
-        """What is not the same for all finished trials of what they ran under; see `differing_facts`."""
-        known = [(self.summary(trial)["kind"], read_environment(self.folder(trial))) for trial in self.finished()]
-        return differing_facts([(kind, own) for kind, own in known if own is not None])
+    def ran_under(self) -> Sequence[RanUnder]:
+        """Under what each finished trial ran."""
+        return [
+            RanUnder(_name(trial), self.summary(trial)["kind"], read_environment(self.folder(trial)))
+            for trial in self.finished()
+        ]
 
     @property
     def environment_notes(self) -> list[str]:
-        """The footnote of tables when trials ran in different environments; none otherwise."""
-        return [note_of(self.differing)] if self.differing else []
+        """Footnotes of tables when trials ran in different environments, or it isn't known of all; none otherwise."""
+        return notes_of(self.ran_under)
 
     @property
     def facts(self) -> dict[str, Any]:
         """Dotted key -> what the trials ran under, all values with their counts where they differ; what no trial says,
-        as the run's last start has it.
+        as the run's last start has it. `no record`: the trials of which nothing is known.
         """
-        first = next((own for t in self.finished() if (own := read_environment(self.folder(t))) is not None), {})
-        several = {key: values_of(told) for key, told in self.differing.items()}
-        return facts_of(self.environment) | facts_of(first) | several
+        said = {
+            key: value for one in reversed(self.ran_under) for key, value in facts_of(one.environment or {}).items()
+        }
+        several = {key: values_of(told) for key, told in differing_facts(self.ran_under).items()}
+        without = without_record(self.ran_under)
+        return facts_of(self.environment) | said | several | ({"no record": named(without)} if without else {})
 
     @property
     def baseline(self) -> Mapping[str, str]:
@@ -169,6 +182,12 @@ class RunFiles:
         except (OSError, ValueError):
             return {}
         return failures
+
+
+def _name(trial: Mapping[str, Any]) -> str:
+    """Of a trial in the plan, as messages of a run have it."""
+    repeat = trial.get("repeat", 0)
+    return f"{trial['cell']}, seed {trial['seed']}" + (f", repeat {repeat}" if repeat else "")
 
 
 def _on(kind: str, machine: str) -> str:

@@ -34,6 +34,20 @@ class Table:
     title: str
     notes: Sequence[str]
 
+    def of_results(self) -> Table | None:
+        """Without the columns of dashes alone, which a note names; None where there are no others."""
+        kept = [at for at in range(len(self.columns)) if any(entries[at].text != "-" for _, entries in self.rows)]
+        if not kept or len(kept) == len(self.columns):
+            return self if kept else None
+        empty = [label for at, label in enumerate(self.columns) if at not in kept]
+        return replace(
+            self,
+            columns=[self.columns[at] for at in kept],
+            facts=[(name, [words[at] for at in kept]) for name, words in self.facts],
+            rows=[(name, [entries[at] for at in kept]) for name, entries in self.rows],
+            notes=[*self.notes, f"No result yet: {'; '.join(empty)}."],
+        )
+
 
 def build_table(
     title: str,

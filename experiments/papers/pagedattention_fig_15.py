@@ -33,6 +33,10 @@ LENGTHS: dict[str, FittedLengths] = {
 }
 """Means are those of the paper's Fig 11. As in its benchmark, no request has 2048 tokens or more."""
 ENGINE = "Alpaca, this engine's tables"
+PLAN = (
+    f"counts the blocks of {REQUESTS:,} requests of each of {len(LENGTHS)} data sets with "
+    f"{', '.join(map(str, SAMPLES))} samples, and serves {SERVED} of one in the engine"
+)
 
 
 def table() -> PaperTable:

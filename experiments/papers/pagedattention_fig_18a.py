@@ -25,6 +25,10 @@ BATCHES, CONTEXTS = (8, 32), (64, 128, 256)
 HEADS, HEAD_SIZE, BLOCK_SIZE = 40, 128, 16  # OPT-13B's, and the paper's block
 ROUNDS, REPEATS = 20, 30
 KERNELS = ("contiguous", "paged", "torch")
+PLAN = (
+    f"compiles two kernels, and times {len(KERNELS)} with {len(BATCHES) * len(CONTEXTS)} shapes in {ROUNDS} rounds of "
+    f"{REPEATS} launches"
+)
 
 # Each is in the kernel's source once. If the blocks of a request, and the requests, lie one behind the other, what a
 # table's entry says is the index of the entry.
@@ -68,6 +72,16 @@ def table() -> PaperTable:
     return paper_table_of(measure())
 
 
+def device() -> torch.device:
+    """The GPU to measure on. Raises ConfigError: there is none, or its kernels were not built."""
+    from research_engine.bench.kernels import KernelBenchOptions, choose_device
+
+    try:
+        return choose_device(KernelBenchOptions(device="cuda"))
+    except ValueError as error:
+        raise ConfigError(f"papers/pagedattention_fig_18a: {error}") from error
+
+
 def measure() -> list[Timed]:
     """Times the three kernels in turn, with cold caches, after their results were seen to agree.
 
@@ -75,18 +89,14 @@ def measure() -> list[Timed]:
         ConfigError: there is no GPU, or its kernels were not built.
     """
     from research_engine.bench.kernel_timing import CudaTimer
-    from research_engine.bench.kernels import KernelBenchOptions, choose_device
 
-    try:
-        device = choose_device(KernelBenchOptions(device="cuda"))
-    except ValueError as error:
-        raise ConfigError(f"papers/pagedattention_fig_18a: {error}") from error
+    gpu = device()
     timer, out = CudaTimer(), []
     with tempfile.TemporaryDirectory() as folder:
         paths = _paths(Path(folder))
         for batch in BATCHES:
             for context in CONTEXTS:
-                runs = _runs(batch, context, paths, device)
+                runs = _runs(batch, context, paths, gpu)
                 prepared = {name: timer.prepare(run, capturable=True) for name, run in runs.items()}
                 medians: dict[str, dict[int, float]] = {name: {} for name in KERNELS}
                 for number in range(ROUNDS):

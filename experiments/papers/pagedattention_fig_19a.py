@@ -14,6 +14,7 @@ DESCRIPTION = "PagedAttention Fig 19a: milliseconds to swap or recompute 256 tok
 SHEET = Path(__file__).with_name("a100_40gb_copy_per_block.json")
 TOKENS = 256
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+PLAN = f"asks a cost model for the time of a swap and of a recompute at {len(BLOCK_SIZES)} block sizes"
 
 
 def overheads(block_size: int) -> dict[str, float]:

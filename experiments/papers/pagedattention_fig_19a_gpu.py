@@ -19,6 +19,7 @@ MODEL, TOKENS = "dummy:opt-13b", 256
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REPEATS = 5
 COPIES, KERNEL, AGAIN = "swap out and in, a copy a block", "swap out and in, this engine", "recompute"
+PLAN = f"times two ways to swap at {len(BLOCK_SIZES)} block sizes, and a recompute on {MODEL}, {REPEATS} times each"
 Swap = Callable[["torch.Tensor", "torch.Tensor", Sequence[tuple[int, int]]], None]
 
 
@@ -45,14 +46,21 @@ def swap_by_kernel(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[t
     kernels.swap_blocks(source, target, torch.tensor(pairs, dtype=torch.int64))
 
 
+def check() -> None:
+    """Raises ConfigError: there is no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("papers/pagedattention_fig_19a_gpu: torch finds no CUDA device; without '_gpu' it needs none")
+
+
 def table() -> PaperTable:
     """Raises ConfigError: there is no GPU."""
     import torch
 
     from research_engine.options import EngineOptions
 
-    if not torch.cuda.is_available():
-        raise ConfigError("papers/pagedattention_fig_19a_gpu: torch finds no CUDA device; without '_gpu' it needs none")
+    check()
     options = EngineOptions(
         model=MODEL, device="cuda", dtype="bfloat16", num_blocks=2 * TOKENS, max_num_seqs=4, max_model_len=2 * TOKENS,
         max_num_batched_tokens=TOKENS, scheduler="fcfs", enable_prefix_caching=False, skip_tokenizer_init=True,

@@ -35,6 +35,10 @@ SETTINGS: dict[str, Any] = {
         "lengths": {"source": "lognormal", "max_prompt": 512, "max_output": 512},
     },
 }
+PLAN = (
+    f"serves {SETTINGS['workload']['num_requests']} requests with {SETTINGS['model']} in {3 * len(BLOCK_SIZES)} runs: "
+    f"{RECOMPUTE}, and two ways to swap, at {len(BLOCK_SIZES)} block sizes"
+)
 
 
 class CopyEachBlock:
@@ -67,14 +71,21 @@ class Served:
     preemptions: int
 
 
+def check() -> None:
+    """Raises ConfigError: there is no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("papers/pagedattention_fig_19b_gpu: torch finds no CUDA device; without '_gpu' it needs none")
+
+
 def table() -> PaperTable:
     """Raises ConfigError: there is no GPU."""
     import torch
 
     from experiments.backend import RealBackend
 
-    if not torch.cuda.is_available():
-        raise ConfigError("papers/pagedattention_fig_19b_gpu: torch finds no CUDA device; without '_gpu' it needs none")
+    check()
     backend = RealBackend()
     return paper_table_of(measure(backend, SETTINGS), torch.cuda.get_device_name())
 

@@ -36,6 +36,10 @@ LENGTHS = {"source": "fitted", "trace": "etalon_sharegpt_8k"}
 REQUESTS = 100
 QUEUEING_P50 = 2.0
 TOLERANCE = 0.1
+PLAN = (
+    f"searches the capacity of {len(SYSTEMS)} systems on {len(MODELS)} models within two limits each: "
+    f"{2 * len(SYSTEMS) * len(MODELS)} searches, a simulation of {REQUESTS} requests and more at every rate tried"
+)
 
 
 @dataclass

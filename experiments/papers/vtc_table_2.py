@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from experiments.analysis.paper_table import PaperTable, match_of, order_of
 from experiments.workloads.trace_files import existing_file
 from research_engine import metrics
@@ -18,6 +20,12 @@ PAPER = {
 
 WITHIN = 1e-4
 """Of the paper's figures: the data are the paper's own, and what it prints is rounded in the fifth digit."""
+PLAN = f"reads the results of {len(PAPER)} policies out of the artifact, and compares what their clients received"
+
+
+def files() -> dict[str, Path]:
+    """Row -> the file of its results. Raises WorkloadError: one is not there."""
+    return {row: existing_file(f"vtc_real_{policy}.jsonl") for row, (policy, _, _) in PAPER.items()}
 
 
 def table() -> PaperTable:
@@ -27,8 +35,8 @@ def table() -> PaperTable:
         ConfigError, WorkloadError: the files are not there.
     """
     ours = {}
-    for row, (policy, _, _) in PAPER.items():
-        services = read_vtc_responses(existing_file(f"vtc_real_{policy}.jsonl"))
+    for row, file in files().items():
+        services = read_vtc_responses(file)
         ours[row] = metrics.service_difference(services, window=60.0, start=0.0, end=600.0)
     names = ["VTC(oracle)", "VTC", "LCF", "FCFS"]
     return PaperTable(

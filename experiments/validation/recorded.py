@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from experiments.config import ConfigError
@@ -13,6 +13,7 @@ from research_engine.simulation.profiled import Profile
 
 SHIPPED = Path(__file__).parent / "recordings"
 DESCRIPTION = "the simulator against recorded runs of the real engine; recording=DIR takes others"
+_SECONDS_A_STEP = 0.0005  # of simulating it again and its share of the plots, on one core of an AMD EPYC
 
 
 def available_recordings() -> list[Path]:
@@ -30,6 +31,30 @@ def run_recorded(words: Sequence[str], out: Path) -> int:
     Raises:
         ConfigError: another word, or a recording or profile that cannot be read.
     """
+    for directory, recording, profile in _read(words):
+        own = out / directory.resolve().name
+        for line in write_validation(recording, profile, compare(recording, profile), own):
+            print(line)
+        print(f"\nin {own}: {', '.join(sorted(path.name for path in own.iterdir()))}\n")
+    return 0
+
+
+def plan_recorded(words: Sequence[str]) -> int:
+    """Print what `run_recorded` would do and what it costs; simulates and writes nothing. Raises as it does."""
+    tables = steps = 0
+    for directory, recording, _ in _read(words):
+        own = sum(len(run.steps) for run in recording.runs)
+        requests = sum(len(run.requests) for run in recording.runs)
+        what = f"{len(recording.runs)} recorded runs of {recording.model}, {requests} requests in {own} steps"
+        print(f"to make   {directory.resolve().name}: simulates {what}, again")
+        tables, steps = tables + 1, steps + own
+    seconds = f"about {max(1.0, _SECONDS_A_STEP * steps):.0f} s (one core of an AMD EPYC)"
+    print(f"{tables} table{'' if tables == 1 else 's'} to make, {seconds}")
+    return 0
+
+
+def _read(words: Sequence[str]) -> Iterator[tuple[Path, Recording, Profile]]:
+    """Recordings that the words name, each with its profile; see `run_recorded`."""
     given = dict(word.partition("=")[::2] for word in words)
     unknown = sorted(set(given) - {"recording", "profile"})
     if unknown:
@@ -44,8 +69,4 @@ def run_recorded(words: Sequence[str], out: Path) -> int:
             profile.require(model=recording.model)
         except (OSError, ValueError) as error:
             raise ConfigError(str(error)) from error
-        own = out / directory.resolve().name
-        for line in write_validation(recording, profile, compare(recording, profile), own):
-            print(line)
-        print(f"\nin {own}: {', '.join(sorted(path.name for path in own.iterdir()))}\n")
-    return 0
+        yield directory, recording, profile

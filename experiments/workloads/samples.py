@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from pydantic import Field
 
 from experiments.settings import Settings
+from experiments.workloads.file_notice import FileNotice
 
 TRIES = 1_000  # draws for each request wanted before a filter is called impossible
 
@@ -52,11 +53,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Samples, and in words where they come from, for the table."""
+    """Samples, and in words where they come from, for the table.
+
+    Attributes:
+        warnings: what was not as asked for.
+        notice: one of the warnings that is about a file, and worth hearing once.
+    """
 
     samples: list[Sample]
     origin: str
     warnings: tuple[str, ...] = ()
+    notice: FileNotice | None = None
 
 
 class Bounds(Settings):

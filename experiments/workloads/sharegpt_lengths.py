@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
+from experiments.workloads.file_notice import FileNotice
 from experiments.workloads.samples import Encoder, Lengths, Sample, UsualBounds, WorkloadError
 from experiments.workloads.synthetic import LogNormalLengths
 from experiments.workloads.trace_files import existing_file
@@ -52,8 +53,10 @@ class ShareGPTLengths(UsualBounds):
             raise WorkloadError(
                 f"{path.name}: {len(samples)} of {len(turns)} conversations keep the bounds, {count} are wanted{why}"
             )
-        warnings = () if file.warning is None else (file.warning,)
-        return Lengths(samples, f"ShareGPT, texts and lengths, out of {len(turns):,} conversations", warnings)
+        origin = f"ShareGPT, texts and lengths, out of {len(turns):,} conversations"
+        if file.warning is None:
+            return Lengths(samples, origin)
+        return Lengths(samples, origin, (file.warning,), FileNotice(file.warning, path))
 
     def _fit(self, count: int, rng: np.random.Generator, why: str) -> Lengths:
         fitted = LogNormalLengths(source="lognormal", **self.of_bounds()).draw(count, rng, None)

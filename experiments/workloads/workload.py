@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from experiments.settings import Settings
 from experiments.workloads.arrivals import ArrivalSettings, arrival_times
+from experiments.workloads.file_notice import FileNotice
 from experiments.workloads.follow_ups import ConversationSettings, FollowUps, PrefixSettings, Turn
 from experiments.workloads.lengths import LengthSettings
 from experiments.workloads.predictors import ClassPredictor, NoPredictor, PredictorSettings, predict
@@ -90,6 +91,7 @@ class Workload:
     Attributes:
         arrivals: those whose time is known beforehand.
         follow_ups: what comes after their ends; None when nothing does, as in an open loop.
+        notice: one of the warnings that is about a file, and worth hearing once.
     """
 
     arrivals: list[Arrival]
@@ -97,6 +99,7 @@ class Workload:
     warnings: tuple[str, ...] = ()
     statistics: Mapping[str, Any] = field(default_factory=dict)
     follow_ups: FollowUps | None = None
+    notice: FileNotice | None = None
 
 
 def build_workload(
@@ -158,7 +161,7 @@ def build_workload(
         "digest": _digest(requests, starts, next_turn),
     }
     warnings = (*lengths.warnings, *predictions.warnings)
-    return Workload(starts, _origin(settings, lengths.origin), warnings, statistics, follow_ups)
+    return Workload(starts, _origin(settings, lengths.origin), warnings, statistics, follow_ups, lengths.notice)
 
 
 def _requests(

@@ -12,6 +12,7 @@ from .config import EngineConfig
 from .contract import Batch, Clock, EngineView, Request, SchedulePlan, Scheduler
 from .errors import PlanError, PolicyError, PolicyFault, StalledError
 from .fallback import plan_by_arrival
+from .foreign import shown, words_of
 from .kv_cache import KVCache
 from .overdue import Overdue, where_in
 from .queues import RequestQueues
@@ -85,7 +86,7 @@ class GuardedPolicy:
                     "once and never sleeps: to wait for a time, return a SchedulePlan with wake_at"
                 )
             else:
-                rule = f"schedule returned {plan!r}; it must return a SchedulePlan"
+                rule = f"schedule returned {shown(plan)}; it must return a SchedulePlan"
             fault = self._error(rule, view.step)
         return self.instead(fault, view)
 
@@ -150,14 +151,15 @@ class GuardedPolicy:
             where = error.where(type(self.scheduler).__module__)
             return f"did not return within {self.patience:g} s; it was in {where}"
         place = where_in(error, type(self.scheduler).__module__)
-        return f"raised {type(error).__name__}: {error}" + (f" (in {place})" if place else "")
+        return f"raised {words_of(error)}" + (f" (in {place})" if place else "")
 
     def _error(
         self, rule: str, step: int, cause: BaseException | None = None, request_id: str | None = None
     ) -> PolicyError:
         """Errors of a PolicyScheduler's choices bring the request that the choice was about."""
-        if request_id is None:
-            request_id = getattr(cause, "request_id", None)
+        if request_id is None and cause is not None:
+            noted = vars(cause).get("request_id")
+            request_id = noted if isinstance(noted, str) else None
         error = PolicyError(f"{self.name}.{rule}", step=step, request_id=request_id, policy=self.name)
         error.__cause__ = cause
         return error

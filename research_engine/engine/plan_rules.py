@@ -10,6 +10,7 @@ from .block_ledger import BlockLedger
 from .config import EngineConfig
 from .contract import Preemption, SchedulePlan
 from .errors import PlanError
+from .foreign import shown
 from .request import Request, Status
 
 if TYPE_CHECKING:
@@ -25,21 +26,23 @@ def check_plan(
         PlanError: with the step, the request and the first rule that is broken.
     """
     if not isinstance(plan.tokens, Mapping):
-        raise PlanError(f"tokens is {plan.tokens!r}; it must map request ids to numbers of tokens", step=step)
+        raise PlanError(f"tokens is {shown(plan.tokens)}; it must map request ids to numbers of tokens", step=step)
     if not isinstance(plan.preempt, (list, tuple)):
-        raise PlanError(f"preempt is {plan.preempt!r}; it must be a list or tuple of Preemption", step=step)
+        raise PlanError(f"preempt is {shown(plan.preempt)}; it must be a list or tuple of Preemption", step=step)
     if not isinstance(plan.reasons, Mapping):
-        raise PlanError(f"reasons is {plan.reasons!r}; it must map request ids to words", step=step)
+        raise PlanError(f"reasons is {shown(plan.reasons)}; it must map request ids to words", step=step)
     if not isinstance(plan.seen, Mapping) or not isinstance(plan.rest, str):
-        raise PlanError(f"seen is {plan.seen!r}, rest {plan.rest!r}; they must be a mapping and a text", step=step)
+        rule = f"seen is {shown(plan.seen)}, rest {shown(plan.rest)}; they must be a mapping and a text"
+        raise PlanError(rule, step=step)
     for name, why in plan.reasons.items():
         if not isinstance(why, str):
-            raise PlanError(f"reasons[{name!r}] is {why!r}; it must be a text", step=step)
+            raise PlanError(f"reasons[{shown(name)}] is {shown(why)}; it must be a text", step=step)
     for name, facts in plan.seen.items():
         if not isinstance(facts, Mapping) or not all(isinstance(fact, (str, int, float)) for fact in facts.values()):
-            raise PlanError(f"seen[{name!r}] is {facts!r}; it must map names to numbers and texts", step=step)
+            raise PlanError(f"seen[{shown(name)}] is {shown(facts)}; it must map names to numbers and texts", step=step)
     if plan.wake_at is not None and not _is_time(plan.wake_at):
-        raise PlanError(f"wake_at is {plan.wake_at!r}; it must be a finite number of clock seconds, or None", step=step)
+        rule = f"wake_at is {shown(plan.wake_at)}; it must be a finite number of clock seconds, or None"
+        raise PlanError(rule, step=step)
     ledger = BlockLedger(cache)
     if plan.preempt:
         _check_preemptions(plan, requests, cache, ledger, config, step)
@@ -51,7 +54,7 @@ def check_plan(
             rule = "is scheduled, but no such request is live (finished, aborted, held back or never added)"
             raise PlanError(rule, step=step, request_id=name)
         if type(num_tokens) is not int or num_tokens < 1:
-            rule = f"gets {num_tokens!r} tokens; it must be an integer >= 1 (leave the request out to skip it)"
+            rule = f"gets {shown(num_tokens)} tokens; it must be an integer >= 1 (leave the request out to skip it)"
             raise PlanError(rule, step=step, request_id=name)
         known = len(request._tokens) - request._computed
         if request._status is not running:
@@ -94,7 +97,7 @@ def _check_preemptions(
     for preemption in plan.preempt:
         named = isinstance(preemption, Preemption) and isinstance(preemption.request_id, str)
         if not named or not isinstance(preemption.reason, str):  # the reason goes into the records
-            rule = f"preempt holds {preemption!r}; it must hold Preemption(request_id, mode, reason), a text each"
+            rule = f"preempt holds {shown(preemption)}; it must hold Preemption(request_id, mode, reason), a text each"
             raise PlanError(rule, step=step)
         name, mode = preemption.request_id, preemption.mode
         request, rule = requests.get(name), ""
@@ -107,7 +110,7 @@ def _check_preemptions(
         elif name in plan.tokens:
             rule = "is preempted and scheduled in one plan"
         elif mode not in ("recompute", "swap"):
-            rule = f"preemption mode {mode!r} is neither 'recompute' nor 'swap'"
+            rule = f"preemption mode {shown(mode)} is neither 'recompute' nor 'swap'"
         elif mode == "swap" and cache.blocks_to_swap(request) > ledger.free_host_blocks:
             rule = (
                 f"swapping it needs {cache.blocks_to_swap(request)} host blocks, {ledger.free_host_blocks} are free "

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from research_engine.engine.errors import EngineError, IntegrityError, QueueFullError, RequestError
+from research_engine.engine.foreign import has_words, words_of
 from research_engine.engine.overdue import overdue_calls_end
 from research_engine.engine.request import Request
 from research_engine.server.live_records import LiveRecords
@@ -310,10 +311,11 @@ def main(source: EngineSource, sock: socket.socket, log_level: int = logging.INF
         sys.exit(0)
     except Exception as error:
         mistake = not serving and isinstance(error, ValueError)  # OptionError, a scheduler's parameters, a model's name
+        told = f"{error}" if has_words(error) else words_of(error)
         if not mistake:
             log.error("the engine process ends", exc_info=error)
         try:
-            end.send(Failed(_told(error) if serving else f"{error}", mistake=mistake))
+            end.send(Failed(_told(error) if serving else told, mistake=mistake))
             end.drain()
         except (EOFError, OSError):
             pass

@@ -16,8 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from research_engine.plugins import nearest_first
+
 from .cost_model import StepTime
 from .step_kind import StepKind
+
+# With numbers beyond these no device was ever measured, and a step's time may overflow.
+_WINDOWS, _THRESHOLDS, _SLOPES = (1e-4, 3600.0), (1e-3, 1e12), (0.0, 1000.0)
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,8 @@ class PowerLimit:
         slopes: kind -> share by which a step takes longer at twice the threshold; a kind that is left out never does.
 
     Raises:
-        ValueError: a number that is not finite, a window or threshold <= 0, or a slope < 0.
+        ValueError: something that is no number, a window beyond 0.1 ms to an hour, a threshold beyond 0.001 to 1e12, or
+            a slope beyond 0 to 1000; named as in a profile.
     """
 
     window: float
@@ -38,12 +44,10 @@ class PowerLimit:
     slopes: Mapping[StepKind, float]
 
     def __post_init__(self) -> None:
-        for name in ("window", "threshold"):
-            if not 0.0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} {getattr(self, name)!r} of the power limit: must be finite and > 0")
+        _check("window", self.window, "seconds", _WINDOWS)
+        _check("threshold", self.threshold, "tokens a second", _THRESHOLDS)
         for kind, slope in self.slopes.items():
-            if not 0.0 <= slope < math.inf:
-                raise ValueError(f"slope {slope!r} of {kind.value} under the power limit: must be finite and >= 0")
+            _check(f"slopes[{kind.value!r}]", slope, "a share", _SLOPES)
 
     def as_json(self) -> dict[str, Any]:
         slopes = {kind.value: slope for kind, slope in self.slopes.items()}
@@ -54,10 +58,28 @@ class PowerLimit:
         """What `as_json` gave.
 
         Raises:
-            ValueError, TypeError, KeyError: it is not that.
+            ValueError: it is not that; names the key, its value and the rule.
         """
-        slopes = {StepKind(kind): float(slope) for kind, slope in data["slopes"].items()}
-        return cls(float(data["window"]), float(data["threshold"]), slopes)
+        if not isinstance(data, Mapping):
+            raise ValueError(f"power = {data!r}: must hold window, threshold and slopes")
+        for key in ("window", "threshold", "slopes"):
+            if key not in data:
+                raise ValueError(f"power.{key}: is not there")
+        slopes = data["slopes"]
+        if not isinstance(slopes, Mapping):
+            raise ValueError(f"power.slopes = {slopes!r}: must map kinds of steps to shares")
+        kinds = {kind.value: kind for kind in StepKind}
+        for kind in slopes:
+            if kind not in kinds:
+                raise ValueError(f"power.slopes: no kind of steps {kind!r}; {nearest_first(kind, kinds)}")
+        return cls(data["window"], data["threshold"], {kinds[kind]: slope for kind, slope in slopes.items()})
+
+
+def _check(key: str, value: Any, unit: str, bounds: tuple[float, float]) -> None:
+    """Raises ValueError: it is no number between the bounds."""
+    low, high = bounds
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ValueError(f"power.{key} = {value!r}: must be {unit}, a number from {low:g} to {high:g}")
 
 
 class PowerLevel:

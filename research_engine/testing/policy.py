@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from research_engine.engine.contract import Scheduler
+from research_engine.engine.foreign import words_of
 from research_engine.engine.reservation import Reservation
 
 from .random_runs import RandomRun
@@ -39,7 +40,7 @@ def check_policy(make: Callable[[], Scheduler], *, seeds: Iterable[int] = range(
             run.finish()
         except Exception as error:
             what = f"seed {seed}, reservation {reservation}"
-            raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+            raise AssertionError(f"{what}: {words_of(error)}") from error
         facts.update(run.facts())
     return facts
 

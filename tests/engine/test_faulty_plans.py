@@ -81,6 +81,25 @@ class Scripted(Scheduler):
         return self.plan
 
 
+class Mute(Exception):
+    """Cannot say what it is about."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no str")
+
+
+class MuteTwice(Mute):
+    def __str__(self) -> str:
+        raise MuteTwice
+
+
+class Hidden:
+    """Cannot be shown."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
 @pytest.fixture
 def engine() -> Engine:
     """a and b run with 8 tokens in 2 of 6 blocks each, c and d wait, 1 host block, 2 seats; 20 tokens a step."""
@@ -122,6 +141,10 @@ BROKEN = {
         SchedulePlan({}, [Preemption("a", "recompute", 5)]),
         "it must hold Preemption(request_id, mode, reason)",
     ),
+    "no preemption, and nothing to show": (
+        SchedulePlan({}, [Hidden()]),
+        "preempt holds a Hidden (it could not be shown: RuntimeError: no repr); it must hold Preemption(",
+    ),
     "tokens a list": (SchedulePlan(["a"]), "tokens is ['a']; it must map request ids to numbers of tokens"),
     "preempt a generator": (SchedulePlan({}, (p for p in ())), "it must be a list or tuple of Preemption"),
 }
@@ -150,6 +173,9 @@ def test_each_rule_has_its_message(engine, case):
         (SystemExit(0), "step 1: Scripted.schedule raised SystemExit: 0"),
         (None, "step 1: Scripted.schedule returned None; it must return a SchedulePlan"),
         ({"a": 1}, "returned {'a': 1}; it must return a SchedulePlan"),
+        (Mute(), "step 1: Scripted.schedule raised Mute (its message could not be made: RuntimeError: no str)"),
+        (MuteTwice(), "step 1: Scripted.schedule raised MuteTwice (its message could not be made: MuteTwice)"),
+        (Hidden(), "returned a Hidden (it could not be shown: RuntimeError: no repr); it must return a SchedulePlan"),
     ],
 )
 def test_a_policy_that_raises_or_returns_no_plan_is_named(engine, plan, message):

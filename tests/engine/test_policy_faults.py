@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import time
 from types import MappingProxyType
 from typing import Any
@@ -297,6 +298,37 @@ def test_an_error_of_an_event_names_the_request_it_was_about():
     ) as caught:
         engine.add_request("r", [1], greedy())
     assert (caught.value.policy, caught.value.request_id) == ("AlwaysRaises", "r")
+
+
+class Mute(Exception):
+    """Cannot say what it is about, and has something else under the name of a request's id."""
+
+    request_id = property(lambda self: 1 / 0)
+
+    def __str__(self) -> str:
+        raise RuntimeError("no str")
+
+
+class RaisesMute(PolicyScheduler):
+    """Of no use either."""
+
+    def order(self, view: EngineView):
+        raise Mute
+        yield
+
+
+def test_an_error_whose_message_cannot_be_made_is_one_like_any_other():
+    told = r"RaisesMute.schedule raised Mute \(its message could not be made: RuntimeError: no str\) "
+    place = rf"\(in {re.escape(__file__)}:\d+, order\)"
+    engine = make_engine(RaisesMute())
+    engine.add_request("r", [1], greedy())
+    with pytest.raises(PolicyError, match=f"^step 0: {told}{place}$"):
+        engine.step()
+    engine = make_engine(RaisesMute(), on_fault="go_on")
+    request = engine.add_request("r", range(6), greedy(4))[0]
+    drain(engine)
+    assert request.output_token_ids == expected(request)[0]
+    assert all(re.search(told, str(fault)) for fault in engine.faults.latest) and engine.faults.total > 0
 
 
 @pytest.mark.parametrize(

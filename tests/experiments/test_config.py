@@ -169,6 +169,18 @@ def test_a_policy_from_a_file_is_named_by_its_class(file: Path, tmp_path: Path) 
     assert trials_of(experiment, cells)[1].key != before
 
 
+def test_a_policys_package_is_part_of_its_trials_key(file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "policies_under_study"
+    folder.mkdir()
+    mine = "from .rules import *\nfrom schedulers.fcfs import FCFS\n"
+    for name, text in {"__init__": "", "rules": "", "mine": mine}.items():
+        (folder / f"{name}.py").write_text(text)
+    experiment, cells = load_experiment(str(file), [f"scheduler={folder / 'mine.py'}:FCFS"])
+    before = trials_of(experiment, cells)[0].key
+    (folder / "rules.py").write_text("WEIGHT = 2\n")
+    assert trials_of(experiment, cells)[0].key != before
+
+
 def test_every_setting_changes_the_trials_key(file: Path) -> None:
     def key(*words: str) -> str:
         experiment, cells = load_experiment(str(file), ["scheduler=fcfs", "seeds=1", *words])

@@ -168,7 +168,7 @@ def test_a_dry_run_of_a_simulation_estimates_its_time(tmp_path: Path, capsys: py
     path.write_text(SIMULATED)
     assert main([str(path), "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("to run    ") and lines[0].endswith("s (by its first 32 requests)")
+    assert lines[0].startswith("to run    ") and lines[0].endswith("s (of real time, by its first 32 requests)")
     assert lines[-1].startswith("4 of 4 trials to run, ")
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from experiments.analysis.report import write_report
 from experiments.config import ConfigError, load_experiment
-from experiments.launcher import Launcher
+from experiments.launcher import Launcher, failure_of
 from experiments.processes import Processes
 from experiments.run import main
 from experiments.runner import RunReport, run_experiment
@@ -201,6 +201,24 @@ def test_an_exception_is_told_and_kept_with_its_traceback(file: Path, tmp_path: 
     assert run(file, out, "seeds=[3]", backend=StubBackend()).finished == 1  # the hole alone
     assert not (out / "failures.json").exists()
     assert f"Failed twice: {name}" not in (out / "table.md").read_text()
+
+
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no str")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("no luck\nat all"), "RuntimeError: no luck"),
+        (RuntimeError(), "RuntimeError: no message"),
+        (MuteError(), "MuteError (its message could not be made: RuntimeError: no str)"),
+    ],
+)
+def test_why_a_trial_failed_is_one_line_whatever_it_raised(error: Exception, reason: str) -> None:
+    failure = failure_of(error)
+    assert failure.reason == reason and type(error).__name__ in failure.details
 
 
 def test_a_full_disk_ends_the_run_and_what_had_finished_is_kept(file: Path, tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from experiments.analysis.paper_table import FILE, highest_within, match_of, order_of
+from experiments.analysis.paper_table import FILE, PaperTable, highest_within, match_of, order_of
 from experiments.analysis.report import write_report
 from experiments.config import ConfigError, available, load_experiment
 from experiments.papers import pagedattention_fig_15, pagedattention_fig_19a, sarathi_capacity, vtc_table_2
@@ -42,17 +43,8 @@ def paper_of(name: str, tmp_path: Path, *words: str) -> str:
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_claims_and_the_papers_figures_are_of_rows_that_there_are(name: str) -> None:
-    experiment, cells = load_experiment(name)
-    paper = experiment.paper
-    assert paper is not None
-    whole = {cell.label for cell in cells}
-    loads = {
-        ", ".join(label for factor, label in cell.levels.items() if factor != paper.sustained.over)
-        for cell in cells
-        if paper.sustained is not None
-    }
-    for metric, names in [(c.metric, c.paper) for c in paper.columns] + [(c.metric, c.rising) for c in paper.claims]:
-        assert set(names) <= (loads if metric == "sustained" else whole)
+    paper = load_experiment(name)[0].paper
+    assert paper is not None and paper.left_out == ()
 
 
 def test_a_small_run_makes_the_papers_table_and_keeps_its_order(tmp_path: Path) -> None:
@@ -85,19 +77,52 @@ def test_a_claim_of_cells_that_did_not_run_cannot_be_told(tmp_path: Path) -> Non
         """
 base: {model: "dummy:tiny", executor: simulated, gpu: h200, num_blocks: 100,
        workload: {num_requests: 4, lengths: {source: fixed, prompt: 8, output: 4}}}
-factors: {scheduler: [fcfs, sjf]}
+factors: {scheduler: [fcfs, sjf, orca]}
 paper:
   source: nobody's
-  columns: [{metric: completed, paper: {fcfs: 7}}]
+  columns: [{metric: completed, within: 0.1, paper: {fcfs: 7, orca: 4}}]
   claims: [{text: these are alike, metric: completed, rising: [fcfs, sjf]},
            {text: nobody ran it, metric: completed, rising: [fcfs, orca]}]
   differs: all of it
 """
     )
-    text = paper_of(str(config), tmp_path)
-    assert "| fcfs | 7 | 4 |\n| sjf | - | 4 |" in text
+    text = paper_of(str(config), tmp_path, "scheduler=[fcfs, sjf]")
+    assert "| fcfs | 7 | 4 |\n| sjf | - | 4 |\n\n" in text
     assert "| these are alike | does not hold | fcfs 4, sjf 4 |" in text
     assert "| nobody ran it | cannot be told |" in text
+    (tmp_path / "again").mkdir()
+    assert paper_of(str(tmp_path / "run" / "config.yaml"), tmp_path / "again") == text
+
+
+_SUSTAINED = "sustained: {metric: itl_p99, limit: 1, over: scheduler}"
+
+
+@pytest.mark.parametrize(
+    ("columns", "claim", "told"),
+    [
+        ("{metric: completed, paper: {fcfs: 7, sfj: 4}}", "[fcfs, sjf]",
+         "own.yaml, line 4: paper.columns.0.paper.sfj: no row 'sfj'; valid ones, nearest first: sjf, fcfs"),
+        ("{metric: completed}", "[fcfs, sjf, orca]",
+         "own.yaml, line 5: paper.claims.0.rising.2: no row 'orca'; valid ones, nearest first: fcfs, sjf"),
+        ("{metric: completed, paper: {fcfs: .inf}}", "[fcfs, sjf]",
+         "own.yaml, line 4: paper.columns.0.paper.fcfs = inf"),
+        ("{metric: sustained}", "[fcfs, sjf]",
+         "own.yaml, line 6: paper.sustained.over: scheduler has the level 'fcfs'; each must be a number"),
+    ],
+)  # fmt: skip
+def test_a_figure_that_nothing_can_be_set_beside_is_refused_before_anything_runs(
+    columns: str, claim: str, told: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "own.yaml"
+    config.write_text(
+        f"factors: {{scheduler: [fcfs, sjf]}}\npaper:\n  source: x\n  columns: [{columns}]\n"
+        f"  claims: [{{text: z, metric: completed, rising: {claim}}}]\n"
+        f"  {_SUSTAINED if 'sustained' in columns else 'left_out: []'}\n  differs: y\n"
+    )
+    for words in ((), ("seeds=[1]",)):
+        with pytest.raises(ConfigError) as caught:
+            load_experiment(str(config), words)
+        assert str(caught.value).startswith(told)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +165,14 @@ def test_figures_match_when_each_is_the_papers_but_for_a_share_of_it() -> None:
     assert (verdict.word, verdict.figures) == ("matches", "b differs most, by 10 %")
     assert match_of("waste", {"a": (10.0, 11.1), "b": (20.0, 20.0)}, 0.1).word == "does not match"
     assert match_of("waste", {"a": (10.0, 10.0), "b": (20.0, math.nan)}, 0.1).word == "cannot be told"
+
+
+def test_what_is_0_in_the_paper_matches_0_alone() -> None:
+    verdict = match_of("stalls", {"a": (0.0, 0.0), "b": (2.0, 2.1)}, 0.1)
+    assert (verdict.word, verdict.figures) == ("matches", "b differs most, by 5 %")
+    verdict = match_of("stalls", {"a": (0.0, 0.25), "b": (2.0, 4.0)}, 0.1)
+    assert (verdict.word, verdict.figures) == ("does not match", "a differs most, 0.25 in place of 0")
+    assert match_of("stalls", {"a": (0.0, math.nan)}, 0.1).word == "cannot be told"
 
 
 @pytest.mark.parametrize("samples", [1, 2, 6])
@@ -263,6 +296,36 @@ def test_without_its_data_a_computed_table_says_what_is_missing(
     monkeypatch.chdir(tmp_path)
     assert main(["papers/vtc_table_2", "--out", str(tmp_path / "run")]) == 2
     assert "no file 'vtc_real_FCFS.jsonl'; --traces DIR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(COMPUTED))
+def test_a_dry_run_of_a_computed_table_tells_plan_and_cost_and_makes_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make() -> PaperTable:
+        raise AssertionError("the table is made")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(COMPUTED, name, replace(COMPUTED[name], table=make, check=lambda: None))
+    for out in ([], ["--out", str(tmp_path / "run")]):
+        assert main([name, "--dry-run", *out]) == 0
+        plan, cost = capsys.readouterr().out.splitlines()
+        assert plan == f"to make   {name}: {COMPUTED[name].plan}" and cost.startswith("1 table to make, ")
+    assert not list(tmp_path.iterdir())
+    assert main([name, "seeds=[1]", "--dry-run"]) == 2
+
+
+def test_a_dry_run_of_a_computed_table_finds_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RESEARCH_ENGINE_TRACES", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert main(["papers/vtc_table_2", "--dry-run"]) == 2
+    assert "no file 'vtc_real_FCFS.jsonl'; --traces DIR" in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for figure in ("18a", "19a_gpu", "19b_gpu"):
+        assert main([f"papers/pagedattention_fig_{figure}", "--dry-run"]) == 2
+        assert "torch finds no CUDA device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", sorted(COMPUTED))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from matplotlib.figure import Figure
 
-from experiments.analysis.plots import LINE, STYLES, drawing, line_style
+from experiments.analysis.plots import LINE, STYLES, _scale, drawing, line_style
 from experiments.analysis.plots_of_cells import _grow, _spread
 
 
@@ -24,6 +26,21 @@ def test_levels_of_several_powers_of_two_lie_apart(levels: list[float], scale: s
     assert axis.get_xscale() == scale
     if scale == "log":
         assert [label.get_text() for label in axis.get_xticklabels()] == ["8", "16", "64", "256"]
+
+
+@pytest.mark.parametrize("largest", [0.0157, 0.3, 1.0, 9.6, 123.0])
+def test_numbers_along_a_distribution_do_not_run_into_one_another(largest: float) -> None:
+    with drawing("title", 2.7) as figure:
+        axes = figure.subplots(1, 3)
+        for axis in axes:
+            axis.plot([0.0, largest], [0.0, 1.0])
+            _scale(axis, [largest, 0.9 * largest])
+        figure.draw_without_rendering()
+        for axis in axes:
+            boxes = [label.get_window_extent() for label in axis.get_xticklabels() if label.get_text()]
+            low, high = axis.get_xlim()
+            shown = [box for box, at in zip(boxes, axis.get_xticks(), strict=True) if low <= at <= high]
+            assert len(shown) > 2 and all(one.x1 < other.x0 for one, other in pairwise(shown))
 
 
 def test_no_point_lies_on_the_upper_edge() -> None:

@@ -7,9 +7,11 @@ import re
 import shutil
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 from experiments.analysis.plots_of_cells import _is_beaten, numeric_factors
 from experiments.analysis.report import write_report
@@ -71,6 +73,24 @@ def test_a_plots_line_says_what_it_is_of_and_by_which_factors(finished: Path) ->
     caption = RunFiles.of(finished).caption
     assert caption.startswith("mine  ·  dummy:tiny  ·  ")
     assert "simulated: simulated" not in caption and "  ·  by " in caption
+
+
+def test_plots_that_compare_cells_carry_the_tables_verdict(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    titles: list[str] = []
+    suptitle = Figure.suptitle
+
+    def note(figure: Figure, text: str, **how: Any) -> Any:
+        titles.append(text)
+        return suptitle(figure, text, **how)
+
+    monkeypatch.setattr(Figure, "suptitle", note)
+    write_report(finished)
+    told = dict(zip(KINDS, titles, strict=True))
+    assert re.search(r"\nTTFT P90 against fcfs, 16: .*\nITL P9\d against fcfs, 16: .*\nE2E P90", told["latency_cdf"])
+    for kind, lines in {"latency_load": 3, "pareto": 2, "heatmap": 1, "bars": 1}.items():
+        assert told[kind].count(" against fcfs, 16: ") == lines, told[kind]
+    for kind in ("kv_over_time", "batch_composition", "fairness_over_time"):
+        assert " against " not in told[kind]
 
 
 def test_everything_is_made_again_from_files_alone(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,6 +275,11 @@ def test_compare_tells_trials_of_several_environments(finished: Path, capsys: py
     environment = json.loads(capsys.readouterr().out)["environment"]
     assert "0.1 (1 trial)" in environment.pop("packages.numpy")[1]
     assert not environment.keys() - {"threads"}
+    changed.unlink()
+    assert command(["compare", str(finished), str(mixed), "--json"]) == 0
+    environment = json.loads(capsys.readouterr().out)["environment"]
+    before, after = environment.pop("no record")
+    assert before is None and after.startswith("1 trial (") and not environment.keys() - {"threads"}
 
 
 def test_other_requests_under_the_same_seed_are_told(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -21,6 +23,8 @@ from rich.console import Console
 from experiments import environment, storage
 from experiments.analysis.report import write_report
 from experiments.config import ConfigError, load_experiment
+from experiments.launcher import Events, InTurn
+from experiments.plan import Trial
 from experiments.run import main
 from experiments.runner import RunReport, run_experiment
 from tests.experiments.stub_backend import StubBackend
@@ -80,6 +84,25 @@ def test_a_run_directory_is_complete(file: Path, tmp_path: Path) -> None:
         assert len(pd.read_parquet(trial / "requests.parquet")) == 4
         assert json.loads((trial / "trace.json").read_text())["traceEvents"]
     assert json.loads((out / "environment.json").read_text())["packages"]["numpy"]
+
+
+@pytest.mark.parametrize(("kind", "clocks"), [("simulated", 3), ("real", 0)])
+def test_progress_names_the_clock_of_each_number(
+    kind: str, clocks: int, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment.CoreWatch, "others", lambda watch: 0.0)
+    backend, screen = StubBackend(), io.StringIO()
+    backend.kind = kind
+    experiment, cells = load_experiment(str(file), ["seeds=[3]", "order=as_written"])
+    run_experiment(experiment, cells, tmp_path / "run", console=Console(file=screen, width=200), backend=backend)
+    first, last = (line for line in screen.getvalue().splitlines() if " requests in " in line)
+    virtual = r"4 of 4 requests in [\d.]+ s of virtual time, \d+ output tokens/virtual second"
+    told = (
+        (virtual, " of real time") if kind == "simulated" else (r"4 of 4 requests in [\d.]+ s, \d+ output tokens/s", "")
+    )
+    assert re.fullmatch(rf"fcfs, seed 3: {told[0]}; 1 of 2 trials, about \d+ s{told[1]} left", first)
+    assert re.fullmatch(rf"priority, seed 3: {told[0]}", last)
+    assert sum(first.count(word) for word in ("virtual", "real time")) == clocks
 
 
 def test_every_policy_serves_the_same_arrivals_and_lengths(file: Path, tmp_path: Path) -> None:
@@ -146,6 +169,11 @@ def test_trials_keep_under_what_they_ran_and_tables_say_where_that_differs(
         text = (out / name).read_text()
         assert re.search(r"Trials ran in different environments: threads (1 \(1 trial\) / )?2 \(3 trials\)", text), name
     assert "1 (1 trial)" in (out / "table.md").read_text()
+    (again / "environment.json").unlink()
+    write_report(out)
+    for name in ("table.md", "effects.md", "table.tex", "report.html"):
+        text = " ".join((out / name).read_text().split())
+        assert re.search(r"Nothing is recorded of what 1 trial \((fcfs|priority), seed \d\) ran under\.", text), name
 
 
 def test_half_a_trial_counts_as_none(file: Path, tmp_path: Path) -> None:
@@ -353,9 +381,28 @@ def test_ctrl_c_keeps_finished_trials_and_says_how_to_go_on(tmp_path: Path) -> N
     rest = process.stdout.read()
     assert process.wait() == 130
     assert "stopped in chunked_prefill, seed 0; 1 of 3 trials are finished and kept" in rest
+    assert "No result yet: chunked_prefill; priority." in " ".join(rest.split())
     assert f"--out {tmp_path / 'run'}" in rest
     assert [path.name.split("-")[0] for path in (tmp_path / "run" / "trials").iterdir()] == ["fcfs"]
     assert not list(tmp_path.rglob(".*"))
+
+
+class _Interrupted(InTurn):
+    """Ctrl-C comes while the first trial runs."""
+
+    def run(self, trials: Sequence[Trial], directory: Path, events: Events) -> None:
+        events.progress(0, trials[0].name)
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_before_a_trial_has_finished_prints_no_table(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("experiments.run._launcher", lambda options: _Interrupted(StubBackend()))
+    assert main([str(file), "order=as_written", "--out", str(tmp_path / "run")]) == 130
+    out = capsys.readouterr().out
+    assert "stopped in fcfs, seed 3; 0 of 4 trials are finished and kept. To go on:\n  python" in out
+    assert "no trial" not in out and not (tmp_path / "run" / "table.md").exists()
 
 
 def test_two_processes_do_not_run_into_one_directory(file: Path, tmp_path: Path) -> None:

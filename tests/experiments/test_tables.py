@@ -129,6 +129,20 @@ def test_a_cell_without_a_finished_trial_is_a_hole(cells: list[CellResults]) -> 
     assert "| TTFT P50 (s) | 2.00 ±1.00 | - |" in text
 
 
+def test_cells_without_a_number_are_named_in_place_of_a_column_of_dashes(cells: list[CellResults]) -> None:
+    empty = CellResults("mlfq", {"scheduler": "mlfq"}, {}, 2)
+    whole, part = build_table("t", cells, ["ttft_p50"]), build_table("t", [empty, *cells], ["ttft_p50"])
+    assert whole.of_results() == whole
+    shown = part.of_results()
+    assert shown is not None and shown.columns == whole.columns and shown.notes[-1] == "No result yet: mlfq."
+    assert [len(entries) for _, entries in (*shown.facts, *shown.rows)] == [len(cells)] * (len(shown.facts) + 1)
+    assert build_table("t", [empty], ["ttft_p50"]).of_results() is None
+    few = CellResults("few", {"scheduler": "few"}, {(0, 0): summary(1.0, 0.05, 100.0, 3)}, 2)
+    few.summaries[0, 0]["metrics"]["itl"]["count"] = 5  # which is no hole, though there is no number
+    told = build_table("t", [few, empty], ["itl_p99"]).of_results()
+    assert told is not None and told.columns == ["few"]
+
+
 def test_metrics_have_distinct_labels() -> None:
     assert len({metric.label for metric in METRICS.values()}) == len(METRICS)
 

@@ -49,6 +49,16 @@ class NoEvents:
 class Failing:
     def __init__(self):
         raise RuntimeError("boom")
+
+
+class MuteError(ValueError):
+    def __str__(self):
+        raise RuntimeError("no str")
+
+
+class Mute(Bare):
+    def __init__(self):
+        raise MuteError
 '''
 
 
@@ -100,6 +110,7 @@ def test_a_class_with_the_bare_contract_will_do(file):
         ("{file}:NoScheduler", {}, r"which has no method schedule\(view\)"),
         ("{file}:NoEvents", {}, r"which has no method on_arrival\(request\); a subclass of .*Scheduler has the events"),
         ("{file}:Failing", {}, r"cannot be made with {}: RuntimeError: boom"),
+        ("{file}:Mute", {}, r"made with {}: MuteError \(its message could not be made: RuntimeError: no str\)"),
         ("{file}:Bare", {"x": 1}, r"has no parameter 'x'; it takes none"),
         ("{file}", {}, r"name the scheduler in it: .*:ShortestFirst"),
         ("no/such/file.py", {}, r"no file 'no/such/file.py' to take a scheduler from"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -73,8 +74,8 @@ def test_a_long_step_leaves_the_level_of_as_many_short_ones(seconds, rate, parts
 
 @pytest.mark.parametrize(
     ("wrong", "rule"),
-    [({"window": 0.0}, "window 0.0"), ({"threshold": float("inf")}, "threshold inf"),
-     ({"slopes": {StepKind.LAUNCHED: -1.0}}, "slope -1.0 of launched")],
+    [({"window": 0.0}, "window = 0.0"), ({"threshold": float("inf")}, "threshold = inf"),
+     ({"slopes": {StepKind.LAUNCHED: -1.0}}, "slopes.'launched'. = -1.0")],
 )  # fmt: skip
 def test_a_limit_that_is_none_is_refused_with_the_number(wrong, rule):
     with pytest.raises(ValueError, match=rule):
@@ -89,6 +90,56 @@ PROFILE = Profile(
 def test_a_profile_keeps_its_limit(tmp_path):
     replace(PROFILE, power=LIMIT).save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json").power == LIMIT
+
+
+@pytest.mark.parametrize(
+    ("power", "told"),
+    [
+        ({"window": True}, "power.window = True: must be seconds, a number from 0.0001 to 3600"),
+        ({"window": "0.04"}, "power.window = '0.04': must be seconds, a number"),
+        ({"window": 1e-300}, "power.window = 1e-300: must be seconds"),
+        ({"window": 1e300}, "power.window = 1e+300: must be seconds"),
+        ({"threshold": 1e-305}, "power.threshold = 1e-305: must be tokens a second, a number from 0.001 to 1e+12"),
+        ({"threshold": None}, "power.threshold = None: must be tokens a second"),
+        ({"threshold": float("nan")}, "power.threshold = nan: must be tokens a second"),
+        ({"threshold": 10**400}, "power.threshold = 1000"),
+        (
+            {"slopes": {"launched": 1e308}},
+            "power.slopes['launched'] = 1e+308: must be a share, a number from 0 to 1000",
+        ),
+        ({"slopes": {"launched": False}}, "power.slopes['launched'] = False: must be a share"),
+        ({"slopes": {"lunched": 0.1}}, "power.slopes: no kind of steps 'lunched'; valid ones, nearest first: launched"),
+        ({"slopes": [0.1]}, "power.slopes = [0.1]: must map kinds of steps to shares"),
+    ],
+    ids=str,
+)
+def test_a_damaged_limit_is_refused_with_file_key_value_and_rule(power, told, tmp_path):
+    path = tmp_path / "p.json"
+    replace(PROFILE, power=LIMIT).save(path)
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "power": {**data["power"], **power}}))
+    with pytest.raises(ValueError) as caught:
+        Profile.load(path)
+    assert str(caught.value).startswith(f"{path}: the profile is corrupt: {told}")
+
+
+@pytest.mark.parametrize("key", ["window", "threshold", "slopes", None])
+def test_a_limit_with_a_part_missing_is_refused(key, tmp_path):
+    path = tmp_path / "p.json"
+    replace(PROFILE, power=LIMIT).save(path)
+    data = json.loads(path.read_text())
+    power = {name: value for name, value in data["power"].items() if name != key} if key else 0.04
+    path.write_text(json.dumps({**data, "power": power}))
+    told = f"power.{key}: is not there" if key else "power = 0.04: must hold window, threshold and slopes"
+    with pytest.raises(ValueError, match=told):
+        Profile.load(path)
+
+
+def test_a_limit_at_its_bounds_gives_times_that_are_finite():
+    for window in (1e-4, 3600.0):
+        state = PowerState(PowerLimit(window, 1e-3, {StepKind.LAUNCHED: 1000.0}))
+        for at in range(3):
+            assert 0.0 < state.seconds(STEP._replace(device=1e-9, rate=1e15, slope=1000.0), float(at)) < 1e30
 
 
 def served(profile: Profile, rate: float) -> float:

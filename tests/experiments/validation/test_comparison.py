@@ -102,6 +102,17 @@ def test_the_table_is_made_from_a_recording_alone(tmp_path, capsys):
     assert "| fcfs | 50% | " in capsys.readouterr().out
 
 
+def test_a_dry_run_says_what_would_be_simulated_and_makes_nothing(tmp_path, monkeypatch, capsys):
+    recording().save(tmp_path / "r")
+    PROFILE.save(tmp_path / "r" / "profile.json")
+    monkeypatch.setattr("experiments.validation.recorded.compare", None)
+    assert run_main(["sim_vs_real", f"recording={tmp_path / 'r'}", "--dry-run", "--out", str(tmp_path / "out")]) == 0
+    plan, cost = capsys.readouterr().out.splitlines()
+    assert plan.startswith("to make   r: simulates 9 recorded runs of m, 360 requests in ")
+    assert cost.startswith("1 table to make, about ")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "rule"),
     [(["recordings=x"], "unknown setting 'recordings'"), (["recording=nowhere"], "nowhere: no recording"),
