@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 import schedulers
@@ -12,6 +13,7 @@ from research_engine import metrics
 from research_engine.engine.driver import replay
 from research_engine.engine.records import RequestRecord
 from research_engine.simulation.build import simulated_engine
+from research_engine.simulation.cost_model import StepTime, Work
 from research_engine.simulation.fit import run_error
 from research_engine.simulation.profiled import Profile, ProfiledCost
 from research_engine.simulation.streamed_records import StreamedRecords
@@ -21,6 +23,7 @@ LATENCIES: Mapping[str, Callable[[RequestRecord], float]] = {
 }  # fmt: skip
 POINTS = ("mean", "p50", "p90", "p99")
 ALIKE_WITHIN = 0.02
+DRAWS = 10  # simulations by chance
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class RunComparison:
         real_metrics, simulated_metrics: "ttft.p99" and the like -> seconds, "throughput" -> output tokens per second.
         forced: the step error with the real batches (teacher-forced), as `timeline.step_error` tells it.
         num_steps: of the simulation.
+        by_chance: metric -> least and most of the signed error, when the device takes each step longer or shorter at
+            random by as much as the profile is off on held-out steps; empty where it does not say by how much.
     """
 
     run: RecordedRun
@@ -41,6 +46,7 @@ class RunComparison:
     simulated_metrics: Mapping[str, float]
     forced: Mapping[str, float]
     num_steps: int
+    by_chance: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def error(self, metric: str) -> float:
         """Signed, as a share of the real value."""
@@ -75,25 +81,55 @@ def compare(recording: Recording, profile: Profile) -> list[RunComparison]:
 
 
 def compare_run(recording: Recording, run: RecordedRun, profile: Profile) -> RunComparison:
-    """Simulate one recorded run.
+    """Simulate one recorded run; and as often as `DRAWS` with steps that take longer or shorter by chance.
 
     Raises:
         ValueError: the policy cannot be made.
     """
+    records, simulated_metrics = _simulate(recording, run, ProfiledCost(profile))
+    real_metrics = run_metrics(run.requests, run.end)
+    deviation = profile.held_out.get("mape", 0.0)
+    drawn = [
+        _simulate(recording, run, _Noisy(profile, deviation, seed))[1] for seed in range(DRAWS if deviation else 0)
+    ]
+    errors = {metric: [own[metric] / real - 1 for own in drawn] for metric, real in real_metrics.items()}
+    return RunComparison(
+        run,
+        records.requests,
+        real_metrics,
+        simulated_metrics,
+        run_error(profile, [step.timed for step in run.steps], overlap=recording.engine.overlap),
+        records.num_steps,
+        {metric: (min(own), max(own)) for metric, own in errors.items() if own},
+    )
+
+
+def _simulate(
+    recording: Recording, run: RecordedRun, cost: ProfiledCost
+) -> tuple[StreamedRecords, Mapping[str, float]]:
+    """What a run's arrivals give under these costs: records and metrics."""
     # prompts are made up and no token is ever drawn that ends a request, so vocabulary and end tokens have no meaning
     config = replace(recording.engine, vocab_size=0, eos_token_ids=(), enable_prefix_caching=False)
     records = StreamedRecords()
     scheduler = schedulers.create(run.scheduler, **run.parameters)
-    engine = simulated_engine(config, scheduler, ProfiledCost(profile), records=records)
-    report = replay(engine, run.arrivals)
-    return RunComparison(
-        run,
-        records.requests,
-        run_metrics(run.requests, run.end),
-        run_metrics(records.requests, report.end),
-        run_error(profile, [step.timed for step in run.steps], overlap=recording.engine.overlap),
-        records.num_steps,
-    )
+    report = replay(simulated_engine(config, scheduler, cost, records=records), run.arrivals)
+    return records, run_metrics(records.requests, report.end)
+
+
+class _Noisy(ProfiledCost):
+    """A profile whose every step takes the device longer or shorter by chance, each by itself.
+
+    Args:
+        deviation: of the normal distribution of the share.
+    """
+
+    def __init__(self, profile: Profile, deviation: float, seed: int) -> None:
+        super().__init__(profile)
+        self._normal, self._deviation = random.Random(seed).gauss, deviation
+
+    def time_of(self, work: Work) -> StepTime:
+        time = super().time_of(work)
+        return time._replace(device=time.device * max(0.0, 1.0 + self._normal(0.0, self._deviation)))
 
 
 def run_metrics(requests: Sequence[RequestRecord], end: float) -> dict[str, float]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from experiments.analysis.plots import line_style
 from experiments.storage import write_text, write_with
-from experiments.validation.comparison import LATENCIES, POINTS, RankAgreement, RunComparison, rank_agreement
+from experiments.validation.comparison import DRAWS, LATENCIES, POINTS, RankAgreement, RunComparison, rank_agreement
 from experiments.validation.recording import Recording
 from experiments.validation.step_plot import plot_steps
 from research_engine.simulation.profiled import Profile
@@ -22,6 +22,8 @@ from research_engine.simulation.profiled import Profile
 _SHOWN = ("throughput", *(f"{name}.{point}" for name in LATENCIES for point in ("p50", "p99")))
 _LABELS = {"ttft": "TTFT (s)", "tpot": "TPOT (s)", "e2e": "E2E (s)"}
 DISTURBED_ABOVE = 0.1
+_NAMED = 6  # latencies beyond the bar
+LATENCY_BAR = 0.05  # of a P50 or P99's signed error
 
 
 def write_validation(recording: Recording, profile: Profile, found: Sequence[RunComparison], out: Path) -> list[str]:
@@ -40,11 +42,16 @@ def markdown(recording: Recording, profile: Profile, found: Sequence[RunComparis
     gpu = recording.machine.get("gpu", "a machine of an unknown name")
     lines = [f"**{recording.model} on {gpu}: signed error of the simulation against the real run**", ""]
     head = ["policy", "load", "throughput", *(f"{name.upper()} {point.upper()}" for name, point in _shown_latencies()),
-            "steps, mean abs.", "steps, total", "verdict"]  # fmt: skip
+            "TTFT P99 by chance", "steps, mean abs.", "steps, total", "verdict"]  # fmt: skip
     lines += ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 2) + "---|"]
     for item in found:
         cells = [item.run.scheduler, f"{item.run.load:.0%}", *(_percent(item.error(name)) for name in _SHOWN)]
-        cells += [f"{item.forced['mape']:.1%}", _percent(item.forced["total_bias"]), verdict(item)]
+        cells += [
+            _range(item, "ttft.p99"),
+            f"{item.forced['mape']:.1%}",
+            _percent(item.forced["total_bias"]),
+            verdict(item),
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", *notes(recording, profile, found)]
     return lines
@@ -60,6 +67,12 @@ def notes(recording: Recording, profile: Profile, found: Sequence[RunComparison]
     ]
     if held_out:
         said.append(f"The profile's own error on held-out steps: {held_out['mape']:.1%} mean absolute.")
+    if any(item.by_chance for item in found):
+        said.append(
+            f"By chance: least and most in {DRAWS} simulations in which the device takes each step longer or shorter at "
+            f"random, with a standard deviation of {held_out['mape']:.1%}; a real run is one such draw, too."
+        )
+    said += _outside(found)
     for ranks in rank_agreement(found):
         said += _ranks(ranks)
     if any((item.run.disturbed or 0.0) > DISTURBED_ABOVE for item in found):
@@ -82,10 +95,25 @@ def verdict(item: RunComparison) -> str:
 
 
 def to_csv(recording: Recording, found: Sequence[RunComparison]) -> str:
-    """Tidy: a row a policy, load and metric."""
+    """Tidy: a row a policy, load and metric; least and most are errors by chance."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["model", "gpu", "scheduler", "load", "rate", "metric", "real", "simulated", "error", "verdict"])
+    writer.writerow(
+        [
+            "model",
+            "gpu",
+            "scheduler",
+            "load",
+            "rate",
+            "metric",
+            "real",
+            "simulated",
+            "error",
+            "least",
+            "most",
+            "verdict",
+        ]
+    )
     for item in found:
         own = [
             recording.model,
@@ -96,14 +124,16 @@ def to_csv(recording: Recording, found: Sequence[RunComparison]) -> str:
         ]
         for metric in ("throughput", *(f"{name}.{point}" for name in LATENCIES for point in POINTS)):
             values = item.real_metrics[metric], item.simulated_metrics[metric], item.error(metric)
-            writer.writerow([*own, metric, *(f"{value:.6g}" for value in values), verdict(item)])
+            ends = item.by_chance.get(metric, ())
+            numbers = [f"{value:.6g}" for value in (*values, *ends)]
+            writer.writerow([*own, metric, *numbers, *[""] * (2 - len(ends)), verdict(item)])
         forced = item.forced
         for metric, value in (
             ("step.mape", forced["mape"]),
             ("step.bias", forced["bias"]),
             ("step.total", forced["total_bias"]),
         ):
-            writer.writerow([*own, metric, "", "", f"{value:.6g}", verdict(item)])
+            writer.writerow([*own, metric, "", "", f"{value:.6g}", "", "", verdict(item)])
     return out.getvalue()
 
 
@@ -189,6 +219,25 @@ def _shown_latencies() -> list[tuple[str, str]]:
 def _capacity(recording: Recording) -> str:
     own = ", ".join(f"{name} {rate:.3f}" for name, rate in recording.capacities.items())
     return f"Capacity {recording.capacity:.3f} requests/s (all at once{'; least of ' if own else ''}{own})"
+
+
+def _range(item: RunComparison, metric: str) -> str:
+    ends = item.by_chance.get(metric)
+    return "-" if ends is None else f"{_percent(ends[0])} to {_percent(ends[1])}"
+
+
+def _outside(found: Sequence[RunComparison]) -> list[str]:
+    """Which of the shown latencies are off by more than the bar, and whether chance alone may be."""
+    metrics = [f"{name}.{point}" for name, point in _shown_latencies()]
+    off = [(item, metric) for item in found for metric in metrics if abs(item.error(metric)) > LATENCY_BAR]
+    said = [
+        f"{metric.upper()} of {item.run.scheduler} at {item.run.load:.0%} ({_percent(item.error(metric))}"
+        + (f", by chance {_range(item, metric)})" if metric in item.by_chance else ")")
+        for item, metric in off
+    ]
+    count = f"Within {LATENCY_BAR:.0%}: {len(found) * len(metrics) - len(off)} of {len(found) * len(metrics)} latencies"
+    more = [f"{len(said) - _NAMED} more"] if len(said) > _NAMED else []
+    return [f"{count}; not {', '.join([*said[:_NAMED], *more])}." if said else f"{count}."]
 
 
 def _ranks(ranks: RankAgreement) -> list[str]:

@@ -111,7 +111,7 @@ def basis_of(designs: Sequence[Design], ladders: Ladders = NO_GRAPHS) -> Basis:
     tokens = [design.num_tokens for design in launched] or [1]
     rows = max((design.num_draws for design in launched), default=1)
     graphs = {kind: sorted({float(size) for (own, size), _ in placed if own is kind}) for kind in StepKind}
-    edges = [edge for edge in TILE_EDGES if min(tokens) <= edge < max(tokens)]
+    edges = sorted({min(tokens), *(edge for edge in TILE_EDGES if edge in tokens)} - {max(tokens)})  # each was measured
     powers = [power for power in _POWERS[::2] if power < rows]
     grid = [design.chunks[0] for design in designs if design.part == "prefill"] or [(1, 0, False)]
     most, before = max(t for t, _, _ in grid), max(k for _, k, _ in grid)

@@ -4,7 +4,7 @@ The limit is kept on an average over tens of milliseconds, not step by step, so 
 Of the level, a running average of the tokens that go through the model a second, each kind of step has a line:
 
     level      L' = (rate - L) / window,   rate = (padded) tokens / seconds that the step takes rested; 0 in a pause
-    longer by  slope max(0, L / threshold - 1),   L averaged over the step
+    longer by  slope max(0, L / threshold - 1)^2,   L averaged over the step
 
 Tokens a second stand for power: weights that are read once and multiplied by many tokens take most of it.
 """
@@ -133,6 +133,6 @@ class PowerState:
         """
         level = self._level
         excess = level.during(begin, time.device, time.rate) / self._threshold - 1.0
-        seconds = time.device * (1.0 + time.slope * excess) if excess > 0.0 else time.device
+        seconds = time.device * (1.0 + time.slope * excess * excess) if excess > 0.0 else time.device
         level.pass_by(seconds, time.rate)
         return seconds

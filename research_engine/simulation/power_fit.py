@@ -50,7 +50,7 @@ def fit_power(
         levels = _levels(steps, samples, [time.device for time in times], rates, window)[used]
         for share in SHARES:
             threshold = share * max(rates)
-            excess = np.maximum(0.0, levels / threshold - 1.0)
+            excess = np.maximum(0.0, levels / threshold - 1.0) ** 2
             rows = np.stack((excess * decoding, excess * ~decoding), axis=1)
             slopes = solve(rows, ratio - 1.0, np.ones(len(ratio)))
             error = float(np.abs(rows @ slopes - (ratio - 1.0)).mean())
@@ -74,7 +74,7 @@ def rested_samples(steps: Sequence[TimedStep], samples: Sequence[Sample], cost: 
     times = [cost.time_of(sample.work) for sample in samples]
     levels = _levels(steps, samples, [time.device for time in times], [time.rate for time in times], limit.window)
     longer = [
-        1.0 + time.slope * max(0.0, float(level) / limit.threshold - 1.0)
+        1.0 + time.slope * max(0.0, float(level) / limit.threshold - 1.0) ** 2
         for time, level in zip(times, levels, strict=True)
     ]
     return [sample._replace(device=sample.device / own) for sample, own in zip(samples, longer, strict=True)]

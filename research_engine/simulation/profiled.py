@@ -26,7 +26,7 @@ from .host_cost import NO_HOST, HostCost
 from .power import PowerLimit
 from .step_kind import NO_GRAPHS, Ladders, StepKind
 
-FORMAT = 3
+FORMAT = 4
 PARTS = ("decode graph", "token graph", "dense", "head", "decode", "prefill", "moves")
 
 

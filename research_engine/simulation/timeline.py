@@ -14,6 +14,8 @@ from .profiled import ProfiledCost
 
 _AWAY = 1.0  # a step's own time, by which its result may be later than foretold and the device still have ended it
 
+_LAUNCHED = 1.5  # of the time that launching a step usually takes the host: by then it waits for the step before
+
 
 class TimedStep(NamedTuple):
     """A step of a run; seconds on one clock.
@@ -54,7 +56,9 @@ def step_times(steps: Sequence[TimedStep], cost: ProfiledCost, *, overlap: bool)
         begin = max(step.started, result_before)
         launching = step.started + time.before
         away = result_before - free_at > _AWAY * device  # no step takes that long: the host came back late
-        if result_before > launching + time.launch and not away:  # waited for: the device was done at that moment
+        if (
+            result_before > launching + _LAUNCHED * time.launch and not away
+        ):  # waited for: the device was done at that moment
             free_at = result_before
         begins = max(min(free_at, result_before), launching)
         device = time.device if power is None else power.seconds(time, begins)

@@ -186,7 +186,7 @@ def test_a_power_limit_comes_back_with_the_times_of_a_rested_device():
     for size in ON_GPU.ladders.tokens:
         assert profile.token_graph(size) == pytest.approx(ON_GPU.token_graph(size), rel=0.02)
     for kind, slope in slopes.items():  # by which steps take longer at thrice the threshold
-        share = [own.slopes[kind] * (3 * 9000.0 / own.threshold - 1) for own in (profile.power, limit)]
+        share = [own.slopes[kind] * (3 * 9000.0 / own.threshold - 1) ** 2 for own in (profile.power, limit)]
         assert share[0] == pytest.approx(share[1], rel=0.2), (kind, slope)
 
 

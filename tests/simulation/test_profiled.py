@@ -113,9 +113,9 @@ def test_a_profile_of_something_else_is_refused_with_every_difference():
 
 def test_a_file_of_another_format_is_refused(tmp_path):
     (tmp_path / "p.json").write_text('{"format": 99}')
-    with pytest.raises(ValueError, match="format 99, this version reads 3"):
+    with pytest.raises(ValueError, match="format 99, this version reads 4"):
         Profile.load(tmp_path / "p.json")
-    (tmp_path / "p.json").write_text('{"format": 3, "model": "m"}')
+    (tmp_path / "p.json").write_text('{"format": 4, "model": "m"}')
     with pytest.raises(ValueError, match="lacks 'machine'"):
         Profile.load(tmp_path / "p.json")
 

@@ -93,6 +93,33 @@ def test_the_table_has_a_row_a_run_and_says_what_speaks_against_it():
     assert any("more than 2 % apart" in line for line in lines)
 
 
+def test_chance_is_told_beside_the_error_where_the_profile_knows_its_own():
+    own, profile = recording(), replace(PROFILE, held_out={"steps": 100, "mape": 0.05, "bias": 0.0, "total_bias": 0.0})
+    own = replace(own, runs=own.runs[:2])
+    found = compare(own, profile)
+    assert [item.by_chance for item in found] == [item.by_chance for item in compare(own, profile)]  # the same draws
+    for item in found:
+        least, most = item.by_chance["ttft.p99"]
+        assert least < most and item.error("ttft.p99") == pytest.approx(0.0, abs=1e-9)
+        assert -0.2 < item.by_chance["e2e.p50"][0] < 0.0 < item.by_chance["e2e.p50"][1] < 0.2
+    assert all(item.by_chance == {} for item in compare(own, PROFILE))
+    lines = markdown(own, profile, found)
+    row = next(line for line in lines if line.startswith("| fcfs"))
+    assert f"| {found[0].by_chance['ttft.p99'][0]:+.1%} to {found[0].by_chance['ttft.p99'][1]:+.1%} |" in row
+    assert any("standard deviation of 5.0%" in line for line in lines)
+    assert any(line.startswith("Within 5%: 12 of 12 latencies.") for line in lines)
+
+
+def test_latencies_beyond_the_bar_are_named_with_their_chance():
+    own = recording()
+    own = replace(own, runs=own.runs[:1])
+    late = [replace(r, first_token_time=r.arrival_time + 0.8 * (r.first_token_time - r.arrival_time))
+            for r in own.runs[0].requests]  # fmt: skip
+    own = replace(own, runs=[replace(own.runs[0], requests=late)])
+    (line,) = (line for line in markdown(own, PROFILE, compare(own, PROFILE)) if line.startswith("Within 5%"))
+    assert "TTFT.P99 of fcfs at 50% (+25.0%)" in line and "E2E" not in line
+
+
 def test_the_table_is_made_from_a_recording_alone(tmp_path, capsys):
     recording().save(tmp_path / "r")
     PROFILE.save(tmp_path / "r" / "profile.json")
