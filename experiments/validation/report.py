@@ -69,8 +69,8 @@ def notes(recording: Recording, profile: Profile, found: Sequence[RunComparison]
         said.append(f"The profile's own error on held-out steps: {held_out['mape']:.1%} mean absolute.")
     if any(item.by_chance for item in found):
         said.append(
-            f"By chance: least and most in {DRAWS} simulations in which the device takes each step longer or shorter at "
-            f"random, with a standard deviation of {held_out['mape']:.1%}; a real run is one such draw, too."
+            f"By chance: least and most in {DRAWS} simulations in which the device takes each step longer or shorter "
+            f"at random, with a standard deviation of {held_out['mape']:.1%}; a real run is one such draw, too."
         )
     said += _outside(found)
     for ranks in rank_agreement(found):
