@@ -103,8 +103,8 @@ def _replay(
             for later in follow_up(arrival, output_token_ids, clock.now() - start):
                 insort(pending, later, lo=at, key=_time)
 
+    now = start  # not looked at anew: who is there for the first step does not depend on the machine
     while at < len(pending) or engine.has_unfinished:
-        now = clock.now()
         while at < len(pending) and start + pending[at].time <= now:
             arrival = pending[at]
             at += 1
@@ -124,9 +124,11 @@ def _replay(
                 if output.finish_reason is not None:
                     end(under_way.pop(output.request.id), output.request.output_token_ids)
             if not (engine.idle and at < len(pending)):
+                now = clock.now()
                 continue
         if at < len(pending):
             clock.sleep_until(min(start + pending[at].time, math.inf if engine.wake_at is None else engine.wake_at))
+        now = clock.now()
     return ReplayReport(start, clock.now(), worst_lag, refused, entered, due)
 
 

@@ -103,6 +103,28 @@ def test_a_request_that_comes_just_after_an_idle_steps_end_enters_with_one_that_
     assert decisions(simulated.records.steps) == decisions(real.records.steps)
 
 
+@pytest.mark.parametrize(("policy", "parameters"), POLICIES)
+def test_a_clock_that_stalls_anywhere_changes_no_decision(policy, parameters):
+    """One look at the clock in five is followed by 30 ms in which nothing is done, as on a busy machine."""
+    from tests.engine.shadow import ManualClock, ShadowExecutor
+
+    class Stalling(ManualClock):
+        def now(self) -> float:
+            self.time += rng.choice([1e-6, 1e-5, 1e-5, 1e-4, 0.03])
+            return self.time
+
+    for seed in range(8, 15):
+        rng, clock = random.Random(seed), Stalling()
+        arrivals = workload(rate=60.0, seed=seed, at_once=6 * (seed % 3))
+        real = Engine(CONFIG, schedulers.create(policy, **parameters), ShadowExecutor(CONFIG), clock=clock)
+        real.executor.before = lambda batch, clock=clock: clock.sleep_until(
+            clock.time + 0.001 + 1e-4 * batch.num_tokens
+        )
+        report = replay(real, arrivals)
+        simulated = replayed(real, report, arrivals, policy, parameters)
+        assert decisions(simulated.records.steps) == decisions(real.records.steps), seed
+
+
 def test_another_policy_cannot_be_given_the_recorded_times():
     from tests.engine.shadow import ManualClock, ShadowExecutor
 
