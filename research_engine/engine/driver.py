@@ -46,6 +46,7 @@ class ReplayReport:
         worst_lag: how late the latest request was added after its arrival; a step in progress delays adding.
         refused: request id -> why.
         entered: request id -> when it was added; refused ones are not in it.
+        due: request id -> when it was to arrive, of those that entered.
     """
 
     start: float
@@ -53,6 +54,7 @@ class ReplayReport:
     worst_lag: float
     refused: dict[str, str]
     entered: dict[str, float] = field(default_factory=dict)
+    due: dict[str, float] = field(default_factory=dict)
 
 
 FollowUp = Callable[[Arrival, Sequence[int], float], Iterable[Arrival]]
@@ -93,7 +95,7 @@ def _replay(
     follow_up: FollowUp | None,
 ) -> ReplayReport:
     clock = engine.clock
-    start, worst_lag, refused, entered = clock.now(), 0.0, {}, {}
+    start, worst_lag, refused, entered, due = clock.now(), 0.0, {}, {}, {}
     at, under_way = 0, {}
 
     def end(arrival: Arrival, output_token_ids: Sequence[int]) -> None:
@@ -101,8 +103,8 @@ def _replay(
             for later in follow_up(arrival, output_token_ids, clock.now() - start):
                 insort(pending, later, lo=at, key=_time)
 
+    now = start  # not looked at anew: who is there for the first step does not depend on the machine
     while at < len(pending) or engine.has_unfinished:
-        now = clock.now()
         while at < len(pending) and start + pending[at].time <= now:
             arrival = pending[at]
             at += 1
@@ -112,7 +114,7 @@ def _replay(
                 refused[arrival.request_id] = why
                 end(arrival, ())
             else:
-                entered[arrival.request_id] = now
+                entered[arrival.request_id], due[arrival.request_id] = now, start + arrival.time
                 under_way[arrival.request_id] = arrival
         if engine.has_unfinished:
             outputs = engine.step()
@@ -122,10 +124,12 @@ def _replay(
                 if output.finish_reason is not None:
                     end(under_way.pop(output.request.id), output.request.output_token_ids)
             if not (engine.idle and at < len(pending)):
+                now = clock.now()
                 continue
         if at < len(pending):
             clock.sleep_until(min(start + pending[at].time, math.inf if engine.wake_at is None else engine.wake_at))
-    return ReplayReport(start, clock.now(), worst_lag, refused, entered)
+        now = clock.now()
+    return ReplayReport(start, clock.now(), worst_lag, refused, entered, due)
 
 
 def _time(arrival: Arrival) -> float:

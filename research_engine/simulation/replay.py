@@ -47,8 +47,7 @@ class ReplayCost:
 
     def __init__(self, steps: Sequence[StepRecord], report: ReplayReport) -> None:
         self._steps = [step for step in steps if step.request_ids or step.blocks_swapped_out]
-        self._entries = sorted(set(report.entered.values()))
-        self._ends = self._step_ends(self._steps, self._entries)
+        self._ends = self._step_ends(self._steps, report)
         self._at = 0
 
     @classmethod
@@ -73,17 +72,28 @@ class ReplayCost:
         return seconds
 
     @staticmethod
-    def _step_ends(steps: Sequence[StepRecord], entries: Sequence[float]) -> list[float]:
-        """When each step counts as ended: at the last entry before the next step, or with its own end."""
-        ends = []
+    def _step_ends(steps: Sequence[StepRecord], report: ReplayReport) -> list[float]:
+        """When each step counts as ended: at the last entry before the next step, or with its own end.
+
+        Where nothing was live, what followed was a sleep, which the clock replays; unless a request was due by then.
+        It entered without a sleep, perhaps together with one that came between the step's end and that moment.
+        """
+        earliest: dict[float, float] = {}  # of an entry: when the first of those that entered at once was due
+        for name, entry in report.entered.items():
+            earliest[entry] = min(earliest.get(entry, math.inf), report.due[name])
+        entries, ends = sorted(earliest), []
         following = [*(step.started for step in steps[1:]), math.inf]
         for step, next_start in zip(steps, following, strict=True):
             first, last = bisect_right(entries, step.finished), bisect_right(entries, next_start)
-            slept = last > first and next_start < math.inf and _gap_is_idle(step)
-            ends.append(step.finished if slept or last == first or next_start == math.inf else entries[last - 1])
+            if last == first or next_start == math.inf:
+                ends.append(step.finished)
+            elif _gap_is_idle(step):
+                ends.append(entries[first] if earliest[entries[first]] <= step.finished else step.finished)
+            else:
+                ends.append(entries[last - 1])
         return ends
 
 
 def _gap_is_idle(step: StepRecord) -> bool:
-    """Nothing was live after the step, so that what followed was a sleep, which the clock replays."""
+    """Nothing was live after the step."""
     return step.num_running == 0 and step.num_waiting == 0

@@ -88,6 +88,43 @@ def test_arrivals_enter_between_the_same_steps(rate):
     assert [step.finished for step in simulated.records.steps] == pytest.approx(ends, abs=0.01)
 
 
+@pytest.mark.parametrize("late", range(0, 60, 3))
+def test_a_request_that_comes_just_after_an_idle_steps_end_enters_with_one_that_was_due_by_then(late):
+    """`late` ms after the second at which the first step ends, in a gap of 10 ms at every reading of the clock."""
+    from tests.engine.shadow import ManualClock, ShadowExecutor
+
+    clock, once = ManualClock(tick=0.01), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    arrivals = [Arrival(0.0, "r0", [1, 2], once), Arrival(0.5, "r1", [3, 4], once),
+                Arrival(1.0 + late / 1000, "r2", [5, 6], once)]  # fmt: skip
+    real = Engine(CONFIG, schedulers.create("fcfs"), ShadowExecutor(CONFIG), clock=clock)
+    real.executor.before = lambda batch: clock.sleep_until(clock.time + 1.0)
+    report = replay(real, arrivals)
+    simulated = replayed(real, report, arrivals, "fcfs", {})
+    assert decisions(simulated.records.steps) == decisions(real.records.steps)
+
+
+@pytest.mark.parametrize(("policy", "parameters"), POLICIES)
+def test_a_clock_that_stalls_anywhere_changes_no_decision(policy, parameters):
+    """One look at the clock in five is followed by 30 ms in which nothing is done, as on a busy machine."""
+    from tests.engine.shadow import ManualClock, ShadowExecutor
+
+    class Stalling(ManualClock):
+        def now(self) -> float:
+            self.time += rng.choice([1e-6, 1e-5, 1e-5, 1e-4, 0.03])
+            return self.time
+
+    for seed in range(8, 15):
+        rng, clock = random.Random(seed), Stalling()
+        arrivals = workload(rate=60.0, seed=seed, at_once=6 * (seed % 3))
+        real = Engine(CONFIG, schedulers.create(policy, **parameters), ShadowExecutor(CONFIG), clock=clock)
+        real.executor.before = lambda batch, clock=clock: clock.sleep_until(
+            clock.time + 0.001 + 1e-4 * batch.num_tokens
+        )
+        report = replay(real, arrivals)
+        simulated = replayed(real, report, arrivals, policy, parameters)
+        assert decisions(simulated.records.steps) == decisions(real.records.steps), seed
+
+
 def test_another_policy_cannot_be_given_the_recorded_times():
     from tests.engine.shadow import ManualClock, ShadowExecutor
 
