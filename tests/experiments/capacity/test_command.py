@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
-from experiments.capacity.command import CapacityOptions, main, make_system, verdict
+from experiments.analysis.statistics import Interval
+from experiments.capacity.command import CapacityOptions, main, make_system, runs_table, verdict
+from experiments.capacity.search import Capacity
 from experiments.capacity.system import Layout, Load, RunLimits
 from research_engine.cli import main as cli
 from research_engine.metrics import QueueTrend
@@ -36,7 +40,23 @@ def test_far_beyond_capacity_the_queue_is_told_to_grow_by_what_is_not_served():
     most = system.most(0)
     load = system.load(2 * most, 0)
     assert load.trend.growth == pytest.approx(most, rel=0.25)
-    assert verdict(load, 0.9).startswith("unstable: the queue grows by")
+    assert verdict(load, 0.9).startswith("unstable: queue +")
+
+
+def test_eighty_columns_hold_the_table_of_an_overloaded_system_whole():
+    trend = QueueTrend(True, 1234.56)
+    slow = {"p50": 104.25, "p99": 3599.123}
+    load = Load(12345.67, 0.123, trend, {"ttft": slow, "tpot": {"p50": 0.04, "p99": 12.3456}}, 1234567.0, 1.0)
+    own = options()
+    found = Capacity(Interval(1.0, 1.0, 1.0), {0: 1.0}, {0: [load]})
+    buffer = io.StringIO()
+    Console(file=buffer, width=80).print(runs_table(own, make_system(own), found))
+    shown = buffer.getvalue()
+    for word in ("sent", "req/s", "limits", "P99 ms", "tok/s", "busy", "verdict", "unstable:", "queue", "+1234.56/s"):
+        assert word in shown
+    for cell in ("12345.67", "12.3%", "104.250", "3599.123", "12345.6", "1234567", "100%"):
+        assert cell in shown
+    assert "\u2026" not in shown
 
 
 def test_a_traffic_is_carried_by_that_many_gpus(capsys):
