@@ -3,15 +3,15 @@
 #include "skinny_gemm.cuh"
 
 #include <algorithm>
-#include <atomic>
 
+#include "device_facts.cuh"
 #include "skinny_gemm_plan.h"
 
 namespace research_engine::cuda {
 namespace {
 
 constexpr const char* kOp = "skinny_gemm";
-constexpr int kWarps = 8, kMostRows = 16, kMostDevices = 64;
+constexpr int kWarps = 8, kMostRows = 16;
 constexpr int kFewRows = 8;  // above them the time of mma.sync, and x in shared memory, tell
 constexpr int kLargeShared = 160 * 1024;  // bytes a block: A100 and H100 have more, GPUs for desks some 100 KiB
 
@@ -45,18 +45,6 @@ struct Device {
   }
 };
 
-const Device& device_of(int ordinal) {
-  static std::atomic<const Device*> known[kMostDevices];
-  if (ordinal >= kMostDevices) throw std::invalid_argument("skinny_gemm: device " + std::to_string(ordinal) + "; at most 64 are known");
-  const Device* found = known[ordinal].load(std::memory_order_acquire);
-  if (found == nullptr) {
-    const Device* made = new Device(ordinal);  // kept; a thread that comes second drops its own
-    if (known[ordinal].compare_exchange_strong(found, made)) found = made;
-    else delete made;
-  }
-  return *found;
-}
-
 struct Plan {
   int cluster = 0;  // index of its size
   int rows = 0;     // of x, in one pass over the weight
@@ -86,7 +74,7 @@ int count_tiles(int64_t columns, bool gated) { return static_cast<int>(ceil_div(
 
 int64_t skinny_gemm_rows(int64_t columns, int64_t depth, bool gated, int device) {
   const DeviceGuard guard(device, kOp);
-  const int rows = make_plan(device_of(device), kMostRows, static_cast<int>(ceil_div(depth, kUnitDepth))).rows;
+  const int rows = make_plan(device_of<Device>(kOp, device), kMostRows, static_cast<int>(ceil_div(depth, kUnitDepth))).rows;
   if (rows < kFewRows || !wgmma_available(device)) return rows;
   return std::max(rows, plan_wgmma(columns, depth, gated, device).rows);
 }
@@ -104,7 +92,7 @@ void skinny_gemm(const SkinnyGemm& args, Stream stream) {
     const WgmmaPlan plan = plan_wgmma(columns, args.x.shape[1], args.gated, args.x.device);
     if (plan.rows > 0 || tokens > kMostRows) return launch_wgmma(args, plan, stream);
   }
-  const Device& device = device_of(args.x.device);
+  const Device& device = device_of<Device>(kOp, args.x.device);
   SkinnyGemmParams p{};
   p.weight = args.weight.ptr<const char>();
   p.bias = args.bias.ptr<const char>();

@@ -2,8 +2,8 @@
 #include "skinny_gemm_wgmma.cuh"
 
 #include <algorithm>
-#include <atomic>
 
+#include "device_facts.cuh"
 #include "skinny_gemm_plan.h"
 #include "tensor_map.cuh"
 
@@ -13,7 +13,6 @@ namespace {
 using namespace wide;
 
 constexpr const char* kOp = "skinny_gemm";
-constexpr int kMostDevices = 64;
 constexpr int kPrefetchedStages = 4;  // behind the ring, asked into L2 at the start
 
 // Calls function(Shape<...>{}) with the fewest tokens that hold `tokens`.
@@ -48,18 +47,6 @@ struct Device {
   }
 };
 
-const Device& device_of(int ordinal) {
-  static std::atomic<const Device*> known[kMostDevices];
-  if (ordinal >= kMostDevices) throw std::invalid_argument("skinny_gemm: device " + std::to_string(ordinal) + "; at most 64 are known");
-  const Device* found = known[ordinal].load(std::memory_order_acquire);
-  if (found == nullptr) {
-    const Device* made = new Device(ordinal);  // kept; a thread that comes second drops its own
-    if (known[ordinal].compare_exchange_strong(found, made)) found = made;
-    else delete made;
-  }
-  return *found;
-}
-
 int count_tiles(int64_t columns, bool gated, int units) {
   return static_cast<int>(ceil_div(columns, gated ? kUnitRows : units * kUnitRows));
 }
@@ -79,7 +66,7 @@ int rows_worthwhile(int64_t columns, int64_t depth, double busy) {
 
 bool wgmma_available(int device) {
   const DeviceGuard guard(device, kOp);
-  return device_of(device).has_kernel;
+  return device_of<Device>(kOp, device).has_kernel;
 }
 
 bool wgmma_takes(const SkinnyGemm& args) {
@@ -94,7 +81,7 @@ bool wgmma_takes(const SkinnyGemm& args) {
 // an H200 (66 clusters of 2, some 30 of 4, 15 of 8) it picks the fastest way for 11 and one at most 9 % slower for the others. Neither
 // the rows of x nor anything but the weight's shape decides.
 WgmmaPlan plan_wgmma(int64_t columns, int64_t depth, bool gated, int ordinal) {
-  const Device& device = device_of(ordinal);
+  const Device& device = device_of<Device>(kOp, ordinal);
   const int steps = static_cast<int>(ceil_div(depth, kDepth));
   WgmmaPlan best;
   double least = 0.0, busy = 0.0;
@@ -120,7 +107,7 @@ WgmmaPlan plan_wgmma(int64_t columns, int64_t depth, bool gated, int ordinal) {
 
 void launch_wgmma(const SkinnyGemm& args, const WgmmaPlan& plan, Stream stream) {
   const DeviceGuard guard(args.x.device, kOp);
-  const Device& device = device_of(args.x.device);
+  const Device& device = device_of<Device>(kOp, args.x.device);
   const int64_t tokens = args.x.shape[0];
   Params p{};
   p.bias = args.bias.ptr<const char>();
