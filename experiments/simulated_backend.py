@@ -73,7 +73,9 @@ class SimulatedBackend:
         from research_engine.simulation.roofline import RooflineCost
 
         if isinstance(self._cost_model, ProfiledCost):
-            return f"simulated {self._cost_model.profile.machine.get('gpu', 'machine of an unknown name')}, profile"
+            profile = self._cost_model.profile
+            busy = f" of a busy machine ({profile.disturbance})" if profile.disturbance else ""
+            return f"simulated {profile.machine.get('gpu', 'machine of an unknown name')}, profile{busy}"
         assert isinstance(self._cost_model, RooflineCost)
         several = f"{self._cost_model.num_gpus} x " if self._cost_model.num_gpus > 1 else ""
         return f"simulated {several}{self._cost_model.gpu.name}, roofline"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -14,6 +15,8 @@ from experiments.capacity.search import Capacity
 from experiments.capacity.system import Layout, Load, RunLimits
 from research_engine.cli import main as cli
 from research_engine.metrics import QueueTrend
+from research_engine.simulation.build import PROFILES
+from research_engine.simulation.profiled import Profile
 
 SMALL = {"lengths": "{source: fixed, prompt: 200, output: 20}", "requests": 60, "seeds": 2, "max_num_seqs": 8}
 
@@ -123,6 +126,14 @@ def test_limits_on_a_run_are_told_beside_those_on_requests(capsys):
     assert main(options(itl_p99=0.5, queueing_p50=2.0, seeds=1, requests=20)) == 0
     shown = capsys.readouterr().out
     assert "for 90% of the requests with TTFT <= 0.2 s and ITL P99 <= 0.5 s, QUEUEING P50 <= 2 s" in shown
+
+
+def test_a_profile_of_a_busy_machine_is_told_in_the_title(tmp_path):
+    shipped = Profile.load(PROFILES / "llama3-8b-h200.json")
+    replace(shipped, conditions={"cores": 0.43}).save(tmp_path / "busy.json")
+    system = make_system(options(cost_model=f"profiled:{tmp_path / 'busy.json'}"))
+    told = "simulated NVIDIA H200, profile of a busy machine (other processes took 43% of the cores)"
+    assert system.machine == told
 
 
 def test_kv_needs_a_link():

@@ -93,6 +93,14 @@ def test_the_table_has_a_row_a_run_and_says_what_speaks_against_it():
     assert any("more than 2 % apart" in line for line in lines)
 
 
+def test_a_profile_of_a_busy_machine_is_told_below_the_table():
+    own = recording()
+    busy = replace(PROFILE, conditions={"cores": 0.5})
+    warned = [line for line in markdown(own, busy, compare(own, busy)) if line.startswith("WARNING")]
+    assert warned == ["WARNING: the profile was measured on a busy machine: other processes took 50% of the cores.  "]
+    assert not any(line.startswith("WARNING") for line in markdown(own, PROFILE, compare(own, PROFILE)))
+
+
 def test_the_table_is_made_from_a_recording_alone(tmp_path, capsys):
     recording().save(tmp_path / "r")
     PROFILE.save(tmp_path / "r" / "profile.json")
