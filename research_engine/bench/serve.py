@@ -1,7 +1,7 @@
 """`research-engine bench serve`: load on an OpenAI-compatible server, with vLLM's flags, report and JSON keys.
 
-What it adds: latency from the scheduled time, offered against achieved rate, a sweep of rates that finds the saturation
-point, a warning when the client is the bottleneck, and what the server says of itself in every result.
+What it adds: latency from the scheduled time, the rate of sending as planned and as it was, a sweep of rates that finds
+the saturation point, a warning when the client is the bottleneck, and what the server says of itself in every result.
 """
 
 from __future__ import annotations
