@@ -6,6 +6,7 @@ the endpoints that only read are FastAPI's. Keys, limits, request ids and the sh
 
 from __future__ import annotations
 
+import difflib
 import hmac
 import importlib.util
 import logging
@@ -146,7 +147,10 @@ def _fastapi(context: ServerContext, resolved: dict[str, Any]) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> Response:
-        told = f"there is no {request.url.path}" if error.status_code == 404 else str(error.detail)
+        told = str(error.detail)
+        if error.status_code == 404:
+            near = difflib.get_close_matches(request.url.path, app.openapi()["paths"], n=1)
+            told = f"there is no {request.url.path}" + (f"; nearest: {near[0]}" if near else "")
         return _response(ApiError(error.status_code, told), dict(error.headers or {}))
 
     @app.exception_handler(RequestValidationError)
