@@ -53,6 +53,11 @@ class ServerContext:
     def model(self) -> str:
         return self.model_names[0]
 
+    def check_generates(self) -> None:
+        """Raises ApiError: 400, the model embeds."""
+        if self.client.ready is not None and self.client.ready.embeds:
+            raise invalid(f"the model {self.model!r} embeds and does not generate; /v1/embeddings takes texts", "model")
+
     def check_model(self, name: str | None) -> None:
         """A request that names no model means the one that is there.
 

@@ -42,6 +42,7 @@ async def chat_completions(context: ServerContext, call: Call) -> None:
     request = decoded(_decoder, call.body)
     context.ignored.look(ChatRequest, call.body)
     context.check_model(request.model)
+    context.check_generates()
     check_stream_options(request)
     logprobs = _logprobs(request, context.max_logprobs)
     names, form = _tools_and_form(request)

@@ -42,6 +42,7 @@ async def completions(context: ServerContext, call: Call) -> None:
     request = decoded(_decoder, call.body)
     context.ignored.look(CompletionRequest, call.body)
     context.check_model(request.model)
+    context.check_generates()
     check_stream_options(request)
     _check(request, context.max_logprobs)
     texts, prompts = await _prompts(context, request)
