@@ -25,6 +25,9 @@ CHATML = (
 )
 
 
+_LONG = 4096  # characters, which take a millisecond or two
+
+
 def _no_stream(skip_special_tokens: bool) -> DecodeStream:
     raise ValueError("the tokenizer of an encoder makes no text token by token")
 
@@ -76,7 +79,11 @@ class Tokenizer:
             ValueError: the text holds a lone surrogate.
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < _LONG:
+                made = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            else:  # `encode` holds Python's lock all the while, and a server's other requests would wait
+                (made,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = made.ids
         except TypeError as error:
             raise ValueError(f"{text!r} is no valid Unicode: {error}") from error
         return ids
