@@ -49,7 +49,7 @@ def test_a_long_text_becomes_what_a_short_one_becomes(special: bool) -> None:
 
 
 class Locked:
-    """A backend whose `encode`, which holds Python's lock, takes no long text."""
+    """A backend whose `encode` and `decode`, which hold Python's lock, take nothing long."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -61,11 +61,17 @@ class Locked:
         assert len(text) < 8192
         return self._backend.encode(text, **options)
 
+    def decode(self, ids: list[int], **options: Any) -> str:
+        assert len(ids) < 8192
+        return self._backend.decode(ids, **options)
 
-def test_a_long_text_is_encoded_without_pythons_lock() -> None:
+
+def test_a_long_text_is_encoded_and_decoded_without_pythons_lock() -> None:
     tokenizer = Tokenizer(Locked(byte_tokenizer()._backend), chat_template="{{ messages[0].content }}")
     assert tokenizer.encode("ab" * 10_000) == [97, 98] * 10_000
     assert tokenizer.apply_chat_template([{"role": "user", "content": "ab" * 10_000}]) == [97, 98] * 10_000
+    assert tokenizer.decode([97, 98, 258] * 10_000) == "ab" * 10_000
+    assert tokenizer.decode([97, 258] * 10_000, skip_special_tokens=False) == "a<|im_end|>" * 10_000
 
 
 @given(st.text())
