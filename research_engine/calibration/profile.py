@@ -373,7 +373,9 @@ def _bar() -> Iterator[Advance]:
                TimeRemainingColumn())  # fmt: skip
     console = Console(file=sys.stderr)
     # refreshed seldom, since it disturbs timings
-    with Progress(*columns, console=console, transient=True, refresh_per_second=2) as bar:
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True, refresh_per_second=2
+    ) as bar:
         task = bar.add_task("starting", total=1.0)
         yield lambda share, text: bar.update(task, completed=min(share, 1.0), description=text)
 

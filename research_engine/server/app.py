@@ -41,6 +41,7 @@ POSTS: dict[str, Callable[[ServerContext, Call], Awaitable[None]]] = {
     "/tokenize": tokenize,
     "/detokenize": detokenize,
 }
+_LONGEST_PATH = 100  # characters that are compared with those there are
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
@@ -149,8 +150,9 @@ def _fastapi(context: ServerContext, resolved: dict[str, Any]) -> FastAPI:
     async def on_http(request: Request, error: HTTPException) -> Response:
         told = str(error.detail)
         if error.status_code == 404:
-            near = difflib.get_close_matches(request.url.path, app.openapi()["paths"], n=1)
-            told = f"there is no {request.url.path}" + (f"; nearest: {near[0]}" if near else "")
+            path = request.url.path
+            near = difflib.get_close_matches(path[:_LONGEST_PATH], app.openapi()["paths"], n=1)
+            told = f"there is no {path}" + (f"; nearest: {near[0]}" if near else "")
         return _response(ApiError(error.status_code, told), dict(error.headers or {}))
 
     @app.exception_handler(RequestValidationError)

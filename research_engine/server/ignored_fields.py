@@ -8,9 +8,9 @@ import logging
 import msgspec
 
 log = logging.getLogger("research_engine.server")
-MOST_NAMES = 100  # told of; a client that makes names up does not fill the log or the memory
+MOST_NAMES = 50  # told of; a client that makes names up does not fill the log or the memory
 _MOST_BYTES = 65536  # of a body that is looked at
-_LONGEST = 60  # characters of a name
+_LONGEST = 60  # characters of a name; known ones are shorter
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -25,9 +25,10 @@ class IgnoredFields:
         if len(body) > _MOST_BYTES or len(self._told) >= MOST_NAMES:
             return
         known = kind.__struct_fields__
-        for name in _decoder.decode(body):
-            if name not in known and name not in self._told and len(self._told) < MOST_NAMES:
+        for whole in _decoder.decode(body):
+            name = whole[:_LONGEST]
+            if whole not in known and name not in self._told and len(self._told) < MOST_NAMES:
                 self._told.add(name)
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
                 meant = f"; {near[0]!r} is known" if near else ""
-                log.warning("the field %r of a request is passed over%s", name[:_LONGEST], meant)
+                log.warning("the field %r of a request is passed over%s", name, meant)
