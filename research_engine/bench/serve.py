@@ -111,7 +111,13 @@ class ServeClient:
             # vLLM's server names the path behind a served name
             root = str(model.get("root") or model["id"]) if target.model in (None, model["id"]) else model_id
             tokenizer_id = None if target.skip_tokenizer_init else target.tokenizer or root
-            tokenizer = None if tokenizer_id is None else load_client_tokenizer(tokenizer_id)
+            try:
+                tokenizer = None if tokenizer_id is None else load_client_tokenizer(tokenizer_id)
+            except ValueError as error:
+                served = model.get("id")
+                if target.tokenizer is not None or served in (None, model_id):
+                    raise
+                raise ValueError(f"{error}. This server's model is {served!r}, the default of --model") from None
             as_text = target.backend == "openai-chat"
             chosen = replace(options.dataset, self_timed=options.takes_trace_times)
             dataset = build_dataset(chosen, options.traffic.seed, tokenizer, as_text=as_text)
