@@ -33,6 +33,7 @@ class SimulatedBackend:
         from research_engine.loading import load_config, load_tokenizer, resolve_model
         from research_engine.simulation.build import cost_model_of
         from research_engine.simulation.gpu_sheet import load_sheet
+        from research_engine.simulation.profiled import ProfileMismatch
 
         source = resolve_model(settings.model, progress=self._progress)
         self._model = load_config(source)
@@ -52,6 +53,8 @@ class SimulatedBackend:
                 tensor_parallel=settings.tensor_parallel_size,
                 force=settings.force_profile,
             )
+        except ProfileMismatch as error:
+            raise ConfigError(f"cost_model: {error}; force_profile takes it all the same") from error
         except (OSError, ValueError) as error:
             raise ConfigError(f"cost_model: {error}") from error
 

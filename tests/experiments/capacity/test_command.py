@@ -93,7 +93,9 @@ def test_wrong_numbers_are_refused(changes, rule):
     [(["--gpu", "h20"], "no GPU sheet 'h20'; there are h200"), (["--router", "random"], "no router 'random'"),
      (["--lengths", "{source: fixd}"], "lengths"), (["--lengths", "{"], "lengths"),
      (["--replicas", "0"], "replicas = 0"),
-     (["--cost-model", "profiled:none.json"], "none.json"), (["--scheduler", "fcsf"], "no scheduler 'fcsf'")],
+     (["--cost-model", "profiled:none.json"], "none.json"),
+     (["--cost-model", "profiled:llama3-8b-h200"], "wanted 'dummy:tiny'; force_profile takes it all the same"),
+     (["--scheduler", "fcsf"], "no scheduler 'fcsf'")],
 )  # fmt: skip
 def test_a_users_mistake_ends_with_code_2_and_the_valid_ones(words, rule, capsys):
     assert cli(["capacity", "dummy:tiny", "--ttft", "1", *words]) == 2
