@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -19,12 +19,14 @@ from experiments.analysis.statistics import ENOUGH_SEEDS, Change, paired_change
 from experiments.config import ConfigError
 from experiments.settings import nearest_first
 
-_VERDICTS = {
-    "real": "real",
-    "not shown": "not shown to differ",
-    "too few seeds": f"not decided: fewer than {ENOUGH_SEEDS} seeds",
-    "none": "no difference",
-    "unknown": "-",
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_VERDICTS = {"real": "real", "not shown": "not shown", "too few seeds": "open", "none": "equal", "unknown": "-"}
+_LEGEND = {
+    "not shown": "not shown: not shown to differ",
+    "open": f"open: not decided, there are fewer than {ENOUGH_SEEDS} seeds",
+    "*": "*: not the same requests",
 }
 
 
@@ -171,37 +173,53 @@ def _number(value: float) -> float | None:
 
 def _print(found: Comparison, run_a: Path, run_b: Path) -> None:
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Column, Table
+    from rich.table import Table
     from rich.text import Text
 
     console = Console(highlight=False)
+    for name, run in (("A", run_a), ("B", run_b)):
+        console.print(f"{name}: {run}", markup=False, soft_wrap=True)
     for title, pairs in (("configuration", found.configuration), ("environment", found.environment)):
         if not pairs:
             console.print(f"{title}: no difference")
             continue
-        table = Table(
-            Column(no_wrap=True),
-            f"A: {escape(str(run_a))}",
-            f"B: {escape(str(run_b))}",
-            title=title,
-            title_justify="left",
-        )
+        table = Table("", "A", "B", title=title, title_justify="left")
         for key, (one, other) in pairs.items():
             table.add_row(Text(key), *(Text("-" if value is None else str(value)) for value in (one, other)))
         console.print(table)
-    columns = ("cell", "metric", "A", "B", "change (%)", "95 %", "p", "verdict")
-    table = Table(*(Column(name, overflow="fold") for name in columns), title="results", title_justify="left")
-    for d in found.differences:
-        metric, percent = METRICS[d.metric], d.change.percent
-        known = percent.mean == percent.mean
-        spread = f"[{percent.low:+.1f}, {percent.high:+.1f}]" if percent.low == percent.low else "-"
-        p = f"{d.change.p:.3f}" if d.change.p == d.change.p else "-"
-        verdict = _VERDICTS[d.change.verdict] + ("" if d.is_paired else " (not the same requests)")
-        digits = _digits(d, metric.digits)
-        table.add_row(Text(d.cell), Text(metric.label), f"{d.before:.{digits}f}", f"{d.after:.{digits}f}",
-                      f"{percent.mean:+.1f}" if known else "-", Text(spread), p, verdict)  # fmt: skip
-    console.print(table)
+    for cell in dict.fromkeys(d.cell for d in found.differences):
+        console.print(_results_of([d for d in found.differences if d.cell == cell]))
+        console.print()
+    shown = {_verdict(d) for d in found.differences}
+    for line in (line for word, line in _LEGEND.items() if any(word in verdict for verdict in shown)):
+        console.print(line, markup=False)
     for name, labels in zip("AB", found.only, strict=True):
         if labels:
             console.print(f"only in {name}: {', '.join(labels)}", markup=False)
+
+
+def _results_of(differences: Sequence[Difference]) -> Table:
+    """One cell's metrics; 80 columns hold them, for a metric's name breaks between its words."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+    from rich.text import Text
+
+    title = Text(differences[0].cell)
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, title=title, title_justify="left")
+    table.add_column("metric")
+    for name in ("A", "B", "change\n%", "95 % interval\nof the change", "p"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for d in differences:
+        metric, percent = METRICS[d.metric], d.change.percent
+        known = percent.mean == percent.mean
+        spread = f"{percent.low:+.1f} to {percent.high:+.1f}" if percent.low == percent.low else "-"
+        p = f"{d.change.p:.3f}" if d.change.p == d.change.p else "-"
+        digits = _digits(d, metric.digits)
+        table.add_row(Text(metric.label), f"{d.before:.{digits}f}", f"{d.after:.{digits}f}",
+                      f"{percent.mean:+.1f}" if known else "-", spread, p, _verdict(d))  # fmt: skip
+    return table
+
+
+def _verdict(d: Difference) -> str:
+    return _VERDICTS[d.change.verdict] + ("" if d.is_paired else " *")

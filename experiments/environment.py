@@ -8,10 +8,11 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from research_engine.other_load import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = (
@@ -76,49 +77,6 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return " ".join(line.partition(":")[2].replace("(R)", "").replace("(TM)", "").split())
     return platform.processor() or platform.machine()
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class CoreWatch:
-    """How much of this process's cores other processes take, between its making and `others()`.
-
-    Kernel threads that wait for one another at barriers slow down by much more than the share that others take.
-    """
-
-    def __init__(self) -> None:
-        self._busy, self._own, self._wall = _busy_seconds(), _own_seconds(), time.perf_counter()
-
-    def others(self) -> float | None:
-        """Share of the usable cores' time, from 0 to 1; None where the system does not tell."""
-        wall = time.perf_counter() - self._wall
-        busy = _busy_seconds()
-        if busy is None or self._busy is None or wall <= 0:
-            return None
-        taken = (busy - self._busy) - (_own_seconds() - self._own)
-        return min(1.0, max(0.0, taken / (wall * usable_cores())))
-
-
-def _own_seconds() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
-
-
-def _busy_seconds() -> float | None:
-    """Seconds that the usable cores were not idle since the system started (Linux: proc(5), /proc/stat)."""
-    try:
-        lines = Path("/proc/stat").read_text().splitlines()
-        usable = {f"cpu{index}" for index in os.sched_getaffinity(0)}
-    except (OSError, AttributeError):
-        return None
-    busy = 0
-    for name, *values in (line.split() for line in lines if line.startswith("cpu")):
-        if name in usable:
-            user, nice, system, _idle, _iowait, *rest = map(int, values[:8])
-            busy += user + nice + system + sum(rest)
-    return busy / os.sysconf("SC_CLK_TCK")
 
 
 def _memory_gib() -> float | None:

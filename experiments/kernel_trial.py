@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.config import ConfigError
-from experiments.environment import CoreWatch, trial_environment
+from experiments.environment import trial_environment
 from experiments.kernel_settings import KernelSettings
 from experiments.plan import Trial
 from experiments.storage import new_directory, write_json, write_with
+from research_engine.other_load import DISTURBED_ABOVE, CoreWatch
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +76,7 @@ def run_kernel_trial(trial: Trial, directory: Path) -> dict[str, Any]:
     summary = {
         "cell": trial.cell, "levels": dict(trial.levels), "seed": trial.seed, "repeat": trial.repeat, "key": trial.key,
         "kind": "real", "machine": device_name(device), "void": False, "unstable": False,
-        "other_load": others, "disturbed": device.type == "cpu" and others is not None and others > 0.1,
+        "other_load": others, "disturbed": device.type == "cpu" and others is not None and others > DISTURBED_ABOVE,
         "kernel": settings.describe(), "ceilings": ceilings,
         "workload": {"num_requests": settings.repeats, "origin": f"timed runs of {settings.op}, cold caches"},
         "metrics": {

@@ -16,10 +16,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from experiments.environment import usable_cores
 from experiments.launcher import NO_SPACE, Events, Failure, failure_of
 from experiments.plan import Trial
 from experiments.trial_runner import TrialRunner
+from research_engine.other_load import usable_cores
 
 _GRACE = 5.0  # seconds that a process has to end after it was asked to
 

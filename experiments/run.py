@@ -90,6 +90,8 @@ def _answer(options: argparse.Namespace) -> int:
         if options.list:
             return _list()
         return _run(options, console)
+    except BrokenPipeError:
+        raise
     except OSError as error:  # no such place, no permission, no space
         print(f"error: {error}; trials that had finished are kept", file=sys.stderr)
         return 2
@@ -272,4 +274,6 @@ def _quoted(word: str) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    from research_engine.closed_pipe import ending_quietly
+
+    raise SystemExit(ending_quietly(main))

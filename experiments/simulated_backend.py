@@ -33,6 +33,7 @@ class SimulatedBackend:
         from research_engine.loading import load_config, load_tokenizer, resolve_model
         from research_engine.simulation.build import cost_model_of
         from research_engine.simulation.gpu_sheet import load_sheet
+        from research_engine.simulation.profiled import ProfileMismatch
 
         source = resolve_model(settings.model, progress=self._progress)
         self._model = load_config(source)
@@ -52,6 +53,8 @@ class SimulatedBackend:
                 tensor_parallel=settings.tensor_parallel_size,
                 force=settings.force_profile,
             )
+        except ProfileMismatch as error:
+            raise ConfigError(f"cost_model: {error}; force_profile takes it all the same") from error
         except (OSError, ValueError) as error:
             raise ConfigError(f"cost_model: {error}") from error
 
@@ -73,7 +76,9 @@ class SimulatedBackend:
         from research_engine.simulation.roofline import RooflineCost
 
         if isinstance(self._cost_model, ProfiledCost):
-            return f"simulated {self._cost_model.profile.machine.get('gpu', 'machine of an unknown name')}, profile"
+            profile = self._cost_model.profile
+            busy = f" of a busy machine ({profile.disturbance})" if profile.disturbance else ""
+            return f"simulated {profile.machine.get('gpu', 'machine of an unknown name')}, profile{busy}"
         assert isinstance(self._cost_model, RooflineCost)
         several = f"{self._cost_model.num_gpus} x " if self._cost_model.num_gpus > 1 else ""
         return f"simulated {several}{self._cost_model.gpu.name}, roofline"

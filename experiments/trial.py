@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments.backend import Backend
 from experiments.config import ConfigError, TrialSettings
-from experiments.environment import CoreWatch, trial_environment
+from experiments.environment import trial_environment
 from experiments.plan import Trial
 from experiments.storage import new_directory, write_json, write_with
 from experiments.workloads import Workload, build_workload
@@ -22,8 +22,8 @@ from research_engine.engine.decision_log import DecisionLog
 from research_engine.engine.driver import Arrival, ReplayReport, replay
 from research_engine.engine.records import Records
 from research_engine.metrics.frames import parquet_schema
+from research_engine.other_load import DISTURBED_ABOVE, CoreWatch
 
-DISTURBED_ABOVE = 0.1  # of the usable cores, taken by other processes
 WARMUP_TOKENS = 8  # of output, for each request of the warm-up
 Progress = Callable[[int], None]
 

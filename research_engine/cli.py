@@ -1,6 +1,7 @@
 """The command line, `research-engine COMMAND ...`: finds the command's function, which alone is imported, and runs it.
 
-Exit codes: 0 for success, 2 for a user's mistake, 1 for a failure of ours, 130 for Ctrl-C.
+Exit codes: 0 for success, 2 for a user's mistake, 1 for a failure of ours, 130 for Ctrl-C, 141 when nobody reads the
+output any more.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+from research_engine.closed_pipe import ending_quietly
 
 
 class Command(NamedTuple):
@@ -92,6 +95,10 @@ COMMANDS = {
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command; `args` are those of the process when None. Returns the exit code."""
     words = list(sys.argv[1:] if args is None else args)
+    return ending_quietly(lambda: _run(words))
+
+
+def _run(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         return 0

@@ -12,6 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Column, Table
 
+_FILE_WIDTH = 500  # where nothing has to fit: flags and paths stay on one line
+
 
 def main() -> int:
     """Print what was built and what this machine has, and what to do about the rest. Exit code 1 without kernels."""
@@ -58,14 +60,14 @@ def main() -> int:
             name, capability = torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)
             if (problem := arch_problem(capability, info["cuda_archs"], name)) is not None:
                 problems.append(problem)
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=_FILE_WIDTH)
     table = Table(Column(), Column(overflow="fold"), show_header=False, box=None)  # paths are to be copied: whole
     for name, value in rows.items():
         if value:
             table.add_row(name, value)
     console.print(table)
     for problem in problems:
-        console.print(f"- {problem}", highlight=False, markup=False)
+        console.print(f"- {problem}", highlight=False, markup=False, soft_wrap=True)
     if not problems:
         console.print("no problems found")
     return 0 if info["built"] else 1

@@ -140,6 +140,15 @@ def test_doctor_says_plainly_that_a_build_is_for_the_cpu_alone(monkeypatch, caps
     assert "this is a CPU-only build" in out and "put nvcc on PATH" in out
 
 
+def test_doctor_keeps_what_a_report_needs_on_one_line_where_there_is_no_terminal(monkeypatch, capsys):
+    flags = " ".join(f"--flag-{number}" for number in range(30))
+    path = "/".join(["", *["directory"] * 12, "_C.so"])
+    monkeypatch.setattr("research_engine.kernels.build_info", lambda: build(cpu_flags=flags, file=path))
+    main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(flags in line for line in lines) and any(path in line for line in lines)
+
+
 def test_doctor_says_that_an_nvcc_found_since_can_be_used(monkeypatch, capsys):
     assert "nvcc is at /opt/nvcc now" in diagnosis(monkeypatch, capsys, nvcc="/opt/nvcc")[1]
 

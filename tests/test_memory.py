@@ -61,8 +61,10 @@ def test_what_does_not_fit_is_refused_with_the_length_that_does_and_the_remedies
     message = str(caught.value)
     assert f"at most {plan().num_tokens} tokens" in message
     assert message.index("other processes") < message.index("utilization;") < message.index("lower max_model_len")
-    with pytest.raises(NoRoomError, match="no block fits"):
+    with pytest.raises(NoRoomError, match="no block fits") as caught:
         plan(weights=30 * GIB).check()
+    assert str(caught.value).endswith("alone are too large: take quantised ones, a smaller model or a larger GPU")
+    assert "Try" not in str(caught.value)  # no other remedy would help
     assert plan(weights=30 * GIB).room == 0
 
 

@@ -132,8 +132,8 @@ METRICS: dict[str, Metric] = {
     "kernel_rate": Metric("GFLOP/s", _at("metrics", "operations_per_second", scale=1e-9), 1, "higher"),
     "kernel_roofline": Metric("Share of roofline (%)", _at("metrics", "roofline_share", scale=100), 1, "higher"),
     "kernel_error": Metric("Relative error", _at("metrics", "relative_error"), 6),
-    "offered_rate": Metric("Offered (requests/s)", _at("offered_rate"), 3),
-    "achieved_rate": Metric("Achieved (requests/s)", _at("achieved_rate"), 3),
+    "offered_rate": Metric("Planned to be sent (requests/s)", _at("offered_rate"), 3),
+    "achieved_rate": Metric("Sent (requests/s)", _at("achieved_rate"), 3),
 }
 
 USUAL = (

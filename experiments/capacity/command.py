@@ -11,6 +11,7 @@ from typing import Annotated, Any, cast
 import tyro
 import yaml
 from pydantic import ValidationError
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -175,9 +176,10 @@ def runs_table(options: CapacityOptions, system: System, found: Capacity) -> Tab
     layout = system.layout
     engines = f"{layout.replicas} x" if not layout.prefill else f"{layout.prefill} prefill + {layout.replicas} decode x"
     title = f"{options.model}, {engines} {system.machine}, seed 0"
-    table = Table(title=title, title_justify="left")
-    for name in ("requests/s", "within limits", "TTFT P50", "P99, s", "TPOT P50", "P99, ms", "tokens/s", "busy"):
-        table.add_column(name, justify="right")
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False, title=title, title_justify="left")
+    for name in ("sent\nreq/s", "within\nlimits", "TTFT\nP50 s", "TTFT\nP99 s", "TPOT\nP50 ms", "TPOT\nP99 ms",
+                 "output\ntok/s", "busy"):  # fmt: skip
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict")
     for load in sorted(cast("list[Load]", found.runs[0]), key=lambda load: load.rate):
         ttft, tpot = load.latencies["ttft"], load.latencies["tpot"]
@@ -190,9 +192,9 @@ def runs_table(options: CapacityOptions, system: System, found: Capacity) -> Tab
 
 
 def verdict(load: Load, attainment: float) -> str:
-    """In a few words; beyond capacity with the rate at which the queue grows."""
+    """In a few words; beyond capacity with the requests that the queue grows by in a second."""
     if load.trend.grows:
-        return f"unstable: the queue grows by {load.trend.growth:.2f} requests/s"
+        return f"unstable: queue +{load.trend.growth:.2f}/s"
     return "ok" if load.meets(attainment) else "misses the limits"
 
 

@@ -89,7 +89,7 @@ class Load:
     """What came out under one rate and seed.
 
     Attributes:
-        rate: requests per second offered.
+        rate: requests per second sent.
         attainment: share of all requests that met every limit.
         trend: whether the queue grows, and by how many requests per second.
         latencies: of completed requests, as `metrics.latency_summary` gives them; of gaps between tokens only where

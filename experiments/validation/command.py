@@ -15,13 +15,13 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from experiments.environment import CoreWatch
 from experiments.validation.comparison import compare
 from experiments.validation.recording import RecordedRun, Recording, record_run
 from experiments.validation.report import write_validation
 from experiments.workloads import WorkloadSettings, build_workload
 from research_engine.engine.driver import Arrival, ReplayReport, replay
 from research_engine.engine.engine import Engine
+from research_engine.other_load import CoreWatch
 from research_engine.simulation.profiled import Profile
 
 if TYPE_CHECKING:

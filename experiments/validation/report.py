@@ -17,11 +17,11 @@ from experiments.storage import write_text, write_with
 from experiments.validation.comparison import DRAWS, LATENCIES, POINTS, RankAgreement, RunComparison, rank_agreement
 from experiments.validation.recording import Recording
 from experiments.validation.step_plot import plot_steps
+from research_engine.other_load import DISTURBED_ABOVE
 from research_engine.simulation.profiled import Profile
 
 _SHOWN = ("throughput", *(f"{name}.{point}" for name in LATENCIES for point in ("p50", "p99")))
 _LABELS = {"ttft": "TTFT (s)", "tpot": "TPOT (s)", "e2e": "E2E (s)"}
-DISTURBED_ABOVE = 0.1
 _NAMED = 6  # latencies beyond the bar
 LATENCY_BAR = 0.05  # of a P50 or P99's signed error
 
@@ -73,6 +73,8 @@ def notes(recording: Recording, profile: Profile, found: Sequence[RunComparison]
             f"at random, with a standard deviation of {held_out['mape']:.1%}; a real run is one such draw, too."
         )
     said += _outside(found)
+    if profile.disturbance:
+        said.append(f"WARNING: the profile was measured on a busy machine: {profile.disturbance}.")
     for ranks in rank_agreement(found):
         said += _ranks(ranks)
     if any((item.run.disturbed or 0.0) > DISTURBED_ABOVE for item in found):

@@ -7,7 +7,6 @@ on the left, as its users must, so prefill is measured on one prompt without pad
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from rich.table import Table
 from research_engine.engine.sampling_params import SamplingParams
 from research_engine.llm import LoadedModel, build_engine, load
 from research_engine.options import EngineOptions
+from research_engine.other_load import usable_cores
 
 if TYPE_CHECKING:
     from research_engine.bench.transformers_twin import TimedTokens
@@ -216,11 +216,6 @@ def report(result: CpuBenchResult, console: Console) -> None:
 
 def _spread(rates: Sequence[float]) -> str:
     return f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})"
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_name() -> str:

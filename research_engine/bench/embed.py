@@ -22,12 +22,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from research_engine.bench.cpu import cpu_name, usable_cores
+from research_engine.bench.cpu import cpu_name
 from research_engine.bench.vllm_process import run_twin
 from research_engine.llm import LLM
 from research_engine.loading import load_config, resolve_model
 from research_engine.loading.dummy import DUMMY_MODELS
 from research_engine.options import choose_device, choose_dtype
+from research_engine.other_load import usable_cores
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,7 +1,7 @@
 """`research-engine bench serve`: load on an OpenAI-compatible server, with vLLM's flags, report and JSON keys.
 
-What it adds: latency from the scheduled time, offered against achieved rate, a sweep of rates that finds the saturation
-point, a warning when the client is the bottleneck, and what the server says of itself in every result.
+What it adds: latency from the scheduled time, the rate of sending as planned and as it was, a sweep of rates that finds
+the saturation point, a warning when the client is the bottleneck, and what the server says of itself in every result.
 """
 
 from __future__ import annotations
@@ -111,7 +111,13 @@ class ServeClient:
             # vLLM's server names the path behind a served name
             root = str(model.get("root") or model["id"]) if target.model in (None, model["id"]) else model_id
             tokenizer_id = None if target.skip_tokenizer_init else target.tokenizer or root
-            tokenizer = None if tokenizer_id is None else load_client_tokenizer(tokenizer_id)
+            try:
+                tokenizer = None if tokenizer_id is None else load_client_tokenizer(tokenizer_id)
+            except ValueError as error:
+                served = model.get("id")
+                if target.tokenizer is not None or served in (None, model_id):
+                    raise
+                raise ValueError(f"{error}. This server's model is {served!r}, the default of --model") from None
             as_text = target.backend == "openai-chat"
             chosen = replace(options.dataset, self_timed=options.takes_trace_times)
             dataset = build_dataset(chosen, options.traffic.seed, tokenizer, as_text=as_text)

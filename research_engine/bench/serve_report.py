@@ -57,9 +57,9 @@ def report_lines(result: Mapping[str, Any], options: ServeBenchOptions) -> list[
         lines += [_line(f"P{point:g} {short} (ms):", result[f"p{point:g}_{name}_ms"]) for point in report.percentiles]
     client = result["client"]
     lines.append(f"{'Load and Client':-^{_WIDTH}}")
-    if result["offered_request_rate"] != "inf":
-        lines.append(_line("Offered request rate (req/s):", result["offered_request_rate"]))
-        lines.append(_line("Achieved request rate (req/s):", result["achieved_request_rate"]))
+    if result["planned_send_rate"] != "inf":
+        lines.append(_line("Planned to be sent (req/s):", result["planned_send_rate"]))
+        lines.append(_line("Sent (req/s):", result["send_rate"]))
     lines.append(_line("Late sends P99 (ms):", client["late_send_p99_ms"]))
     lines.append(_line("Client event loop lag P99 (ms):", client["loop_lag_p99_ms"]))
     lines.append(_line("Client CPU (% of a core):", 100 * client["cpu_share"]))

@@ -96,7 +96,7 @@ def serve_result(
 
 
 def validity(load: Load, run: LoadRun) -> dict[str, Any]:
-    """Whether to believe it: offered and achieved rate, `void`, `unstable`, `latency_growth`, `client`, `warnings`.
+    """Whether to believe it: rates of sending, `void`, `unstable`, `latency_growth`, `client`, `warnings`.
 
     `void` holds the reasons why the load did not arrive as it was planned; empty when it did.
     """
@@ -123,20 +123,20 @@ def validity(load: Load, run: LoadRun) -> dict[str, Any]:
         )
     if any(one.is_completed and one.output_tokens is None for one in seen) and load.streamed:
         warnings.append("the server sends no usage: tokens are counted by the tokenizer, or one a chunk without one")
-    offered = achieved = math.inf
+    planned = sent = math.inf
     growth = 0.0
     if load.arrivals is not None and len(seen) > 1:
         rates = metrics.arrival_rates([one.scheduled for one in seen], [one.sent for one in seen], [])
-        offered, achieved = rates
+        planned, sent = rates
         if rates.is_void:
             waits = load.max_concurrency is not None and _peak_requests(seen) >= load.max_concurrency
             why = "requests waited for max_concurrency" if waits else "the client sent late"
-            void.append(f"{why}: {offered:.2f} req/s were offered, {achieved:.2f} achieved")
+            void.append(f"{why}: {planned:.2f} req/s were to be sent, {sent:.2f} were")
         growth = latency_growth(seen)
         unstable = metrics.counts_grow([one.scheduled for one in seen], _in_system(seen))
     return {
-        "offered_request_rate": offered if math.isfinite(offered) else "inf",
-        "achieved_request_rate": achieved if math.isfinite(achieved) else "inf",
+        "planned_send_rate": planned if math.isfinite(planned) else "inf",
+        "send_rate": sent if math.isfinite(sent) else "inf",
         "void": void,
         "unstable": unstable,
         "latency_growth": growth,

@@ -20,8 +20,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from research_engine.bench.cpu import cpu_name, usable_cores
+from research_engine.bench.cpu import cpu_name
 from research_engine.bench.server_load import LoadResult, closed_loop, http_request, open_loop
+from research_engine.other_load import usable_cores
 
 SIDES = ("server", "baseline")
 

@@ -194,10 +194,10 @@ def rows_of(sweep: Sweep, options: ServeBenchOptions) -> list[dict[str, Any]]:
     for run in sweep.runs:
         row: dict[str, Any] = {
             "rate": run["request_rate"],
-            "achieved": run["achieved_request_rate"],
+            "sent req/s": run["send_rate"],
             "completed": run["completed"],
             "failed": run["failed"],
-            "req/s": run["request_throughput"],
+            "finished req/s": run["request_throughput"],
             "tok/s": run["output_throughput"],
         }
         if run["request_goodput"] is not None:
@@ -214,16 +214,21 @@ def sweep_table(sweep: Sweep, options: ServeBenchOptions) -> Table:
     """For a terminal, latencies as median / highest percentile asked for; the reasons are told below it."""
     tail = max(options.report.percentiles)
     names = options.report.metrics_of(options.target.is_streamed)
-    table = Table(box=SIMPLE, title=f"latencies in ms: median/P{tail:g}", title_justify="left")
+    title = f"latencies in ms: median / P{tail:g}"  # which 80 columns hold one below the other
+    table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1 if len(names) < 4 else 0, 0, 0), show_edge=False,
+                  title=title, title_justify="left")  # fmt: skip
     has_limits = options.report.slo is not None
-    for name in ("rate", "failed", "req/s", "tok/s", *(["in limits"] if has_limits else []), *map(str.upper, names)):
-        table.add_column(name, justify="right")
-    table.add_column("sustained")
+    limits = ["in\nlimits"] if has_limits else []
+    for name in ("rate", "failed", "finished\nreq/s", "output\ntok/s", *limits):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in names:
+        table.add_column(name.upper(), justify="right")
+    table.add_column("sustained", no_wrap=True)
     for row, run in zip(rows_of(sweep, options), sweep.runs, strict=True):
-        cells = [_cell(row[name]) for name in ("rate", "failed", "req/s", "tok/s")]
+        cells = [_cell(row[name]) for name in ("rate", "failed", "finished req/s", "tok/s")]
         if has_limits:
             cells.append(f"{row['in limits %']:.0f} %")
-        cells += [f"{_cell(row[f'{name} median ms'])}/{_cell(row[f'{name} P{tail:g} ms'])}" for name in names]
+        cells += [f"{_cell(row[f'{name} median ms'])} / {_cell(row[f'{name} P{tail:g} ms'])}" for name in names]
         table.add_row(*cells, "-" if run["request_rate"] == "inf" else "yes" if run["sustained"] else "no")
     return table
 

@@ -6,7 +6,7 @@ import gzip
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Measurement:
         designed: some samples of each design.
         moves: block moves.
         served: steps of ordinary serving, one after the other.
+        conditions: `cores` and `gpu` of a profile's, as far as they are known.
     """
 
     model: str
@@ -42,12 +43,13 @@ class Measurement:
     designed: Mapping[Design, Sequence[Sample]]
     moves: Sequence[Sample]
     served: Sequence[Served]
+    conditions: Mapping[str, float] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Write it as compressed JSON."""
         data = {
             "format": FORMAT, "model": self.model, "machine": dict(self.machine), "ladders": self.ladders,
-            "overlap": self.overlap, "designs_made": self.designs_made,
+            "overlap": self.overlap, "designs_made": self.designs_made, "conditions": dict(self.conditions),
             "designed": [[design, [_listed(sample) for sample in own]] for design, own in self.designed.items()],
             "moves": [_listed(sample) for sample in self.moves],
             "served": [[step.stretch, _listed(step.sample), step.timed[1:]] for step in self.served],
@@ -74,6 +76,7 @@ class Measurement:
                 str(data["model"]), dict(data["machine"]), Ladders(*map(tuple, data["ladders"])), bool(data["overlap"]),
                 int(data["designs_made"]), {_design(own): list(map(_sample, made)) for own, made in data["designed"]},
                 list(map(_sample, data["moves"])), served,
+                {name: float(value) for name, value in data.get("conditions", {}).items()},
             )  # fmt: skip
         except OSError as error:
             if isinstance(error, gzip.BadGzipFile):

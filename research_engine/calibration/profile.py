@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import tyro
@@ -26,6 +27,7 @@ from research_engine.calibration.measurement import Measurement
 from research_engine.calibration.recorded import read_steps
 from research_engine.calibration.serving import Served, serve, with_launched
 from research_engine.engine.engine import Engine
+from research_engine.other_load import CoreWatch, gpu_load
 from research_engine.simulation.fit import (
     MIN_STEPS,
     Sample,
@@ -49,6 +51,12 @@ MIN_DESIGNS = 40
 CPU_CACHE_GIB = 1.0
 HOST_BLOCKS = 64
 Advance = Callable[[float, str], None]
+
+
+class Watch(Protocol):
+    """Tells what share of the cores other processes took since it was made; None where that is not known."""
+
+    def others(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,9 @@ def main(options: Annotated[ProfileOptions, tyro.conf.arg(name="")]) -> int:
     except OSError as error:
         raise ValueError(f"out = {out}: it cannot be written ({error.strerror})") from error
     console.print(error_table(profile))
+    if profile.disturbance:
+        remedy = "measure again when the machine is quiet, or treat the times as those of a busy one"
+        print(f"WARNING: a busy machine: {profile.disturbance}; {remedy}")
     print(f"wrote {out}; simulate it with cost_model=profiled:{out}")
     if options.measurement is not None and found is not None:
         try:
@@ -171,13 +182,20 @@ def read_measurement(options: ProfileOptions) -> Measurement:
 
 
 def measure(
-    options: ProfileOptions, advance: Advance, *, clock: Callable[[], float] = time.perf_counter
+    options: ProfileOptions,
+    advance: Advance,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    watch: Callable[[], Watch] = CoreWatch,
+    gpu_load: Callable[[int], float | None] = gpu_load,
 ) -> Measurement:
     """Measure designed batches, block moves and ordinary serving.
 
     Args:
         advance: is told the share of the time that is used, and what is going on.
         clock: seconds, which the time that it may take is counted by.
+        watch: made when measuring begins, tells at its end what share of the cores others took.
+        gpu_load: of the GPU with that index, asked before it is used.
 
     Raises:
         LoadError, OptionError, ValueError: model, device or an option cannot be had, or the time is too short.
@@ -189,6 +207,7 @@ def measure(
     begin, span = clock(), options.minutes * 60
     scheduler = schedulers.create(options.scheduler)  # a wrong name is told before anything is loaded
     device = choose_device(options.device)
+    conditions = {"gpu": gpu_load(device.index or 0)} if device.type == "cuda" else {}
     memory = options.kv_cache_memory or (CPU_CACHE_GIB if device.type == "cpu" else None)
     engine_options = EngineOptions(
         options.model,
@@ -217,6 +236,7 @@ def measure(
         return (clock() - begin) / span
 
     try:
+        watched = watch()
         designs = make_designs(_limits(engine), ladders, steps=REPEATS + 4, seed=options.seed)
         measured = _measure_designs(bench, designs, elapsed, advance)
         moves = bench.moves()
@@ -224,6 +244,7 @@ def measure(
             serve(engine.config, engine.executor, scheduler, apart=timer.apart, ladders=ladders, seed=options.seed),
             elapsed, advance,
         )  # fmt: skip
+        conditions["cores"] = watched.others()
     finally:
         engine.executor.shutdown()
     if len(measured) < MIN_DESIGNS or len(served) < MIN_STEPS:
@@ -233,7 +254,10 @@ def measure(
             "max_num_batched_tokens or max_model_len"
         )
     machine = machine_facts(str(device), str(loaded.model.dtype).removeprefix("torch."))
-    return Measurement(options.model, machine, ladders, engine.config.overlap, len(designs), measured, moves, served)
+    known = {name: share for name, share in conditions.items() if share is not None}
+    return Measurement(
+        options.model, machine, ladders, engine.config.overlap, len(designs), measured, moves, served, known
+    )
 
 
 def fit(found: Measurement) -> Profile:
@@ -270,7 +294,19 @@ def fit(found: Measurement) -> Profile:
         served = rested_samples(timed, served, ProfiledCost(profile))
         seen = [sample for sample, own in zip(served, counted, strict=True) if own]
     refined = fit_together(profile, refine(profile, seen, samples), basis, [*samples, *found.moves], seen)
-    return replace(refined, parts=parts, held_out=_served_error(refined, found, held_out))
+    conditions = {**found.conditions, **_spread(list(found.designed.values()))}
+    return replace(refined, parts=parts, held_out=_served_error(refined, found, held_out), conditions=conditions)
+
+
+def _spread(repeats: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    """Between the quartiles of a batch's repeats, as a share of their median; the median of all batches with three."""
+    shares = []
+    for samples in repeats:
+        times = [sample.device for sample in samples if not math.isnan(sample.device)]
+        if len(times) >= 3:
+            low, middle, high = np.percentile(times, (25, 50, 75))
+            shares.append((high - low) / middle)
+    return {"spread": float(np.median(shares))} if shares else {}
 
 
 def _held_out(served: Sequence[Served]) -> set[int]:
@@ -337,7 +373,9 @@ def _bar() -> Iterator[Advance]:
                TimeRemainingColumn())  # fmt: skip
     console = Console(file=sys.stderr)
     # refreshed seldom, since it disturbs timings
-    with Progress(*columns, console=console, transient=True, refresh_per_second=2) as bar:
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True, refresh_per_second=2
+    ) as bar:
         task = bar.add_task("starting", total=1.0)
         yield lambda share, text: bar.update(task, completed=min(share, 1.0), description=text)
 

@@ -11,6 +11,10 @@ class RequestError(EngineError, ValueError):
     """A request that can never be served was refused when it was added; the engine goes on."""
 
 
+class PromptTooLongError(RequestError):
+    """The prompt alone is as long as max_model_len or longer."""
+
+
 class QueueFullError(RequestError):
     """As many requests wait as max_num_queued allows; the same request may be served later."""
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 
 from .config import EngineConfig
-from .errors import RequestError
+from .errors import PromptTooLongError, RequestError
 from .sampling_params import SamplingParams
 
 
@@ -76,7 +76,7 @@ def check_request(
     limit = config.max_model_len
     if len(prompt) >= limit:
         rule = f"with max_model_len = {limit} at most {limit - 1} leave room for an output"
-        raise refused(f"the prompt has {len(prompt)} tokens; {rule}")
+        raise PromptTooLongError(f"request {request_id!r}: the prompt has {len(prompt)} tokens; {rule}")
     named = [("prompt", prompt), ("stop_token_ids", sampling.stop_token_ids), ("logit_bias", list(sampling.logit_bias))]
     for name, ids in named:
         low, high = (min(ids), max(ids)) if len(ids) else (0, 0)

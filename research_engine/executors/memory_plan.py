@@ -20,7 +20,7 @@ REMEDIES = (
     "lower max_model_len",
     "lower max_num_batched_tokens or max_num_seqs",
     "take a smaller kv_cache_dtype or quantised weights",
-    "spread the model over more GPUs",
+    "take a smaller model or a larger GPU",
 )
 
 
@@ -80,8 +80,11 @@ class MemoryPlan:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.parts().items())
         wish = f"one request of max_model_len = {needed} takes {self.request_bytes(needed) / GIB:.2f} GiB of KV cache"
         fits = f"at most {self.num_tokens} tokens fit" if self.num_tokens else "no block fits"
-        remedies = "; ".join(f"({index}) {what}" for index, what in enumerate(REMEDIES, 1))
-        raise NoRoomError(f"{wish}, {fits}. Of {gib}: {parts} GiB. Try, in this order: {remedies}")
+        if self.weights + self.other > self.total:
+            advice = "The weights alone are too large: take quantised ones, a smaller model or a larger GPU"
+        else:
+            advice = "Try, in this order: " + "; ".join(f"({at}) {what}" for at, what in enumerate(REMEDIES, 1))
+        raise NoRoomError(f"{wish}, {fits}. Of {gib}: {parts} GiB. {advice}")
 
     def request_bytes(self, num_tokens: int) -> int:
         """Bytes of the blocks of one request."""

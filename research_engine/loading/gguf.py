@@ -18,7 +18,7 @@ import torch
 
 from research_engine.layers.quantized import QuantizedTensor
 from research_engine.loading.dequantize import GGML_TYPES, GgmlType, dequantize
-from research_engine.loading.errors import LoadError
+from research_engine.loading.errors import LoadError, damaged
 from research_engine.loading.gguf_packed import PACKABLE, quantized_blocks
 from research_engine.models.config import ModelConfig
 from research_engine.models.families import names_of
@@ -82,7 +82,7 @@ class GgufFile:
         self._bytes = self._data.data
         self._pos = 0
         if len(self._bytes) < 4 or bytes(self._bytes[:4]) != b"GGUF":
-            raise LoadError(f"{path}: not a GGUF file, it does not begin with the letters GGUF")
+            raise damaged(path, "not a GGUF file, it does not begin with the letters GGUF")
         self._pos = 4
         version = self._scalar("I", "the version")
         if version not in (2, 3):

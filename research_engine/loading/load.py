@@ -282,7 +282,9 @@ def _fill(model: Decoder, checkpoint: Checkpoint, match: Match, title: str | Non
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     sums: list[torch.Tensor] = []
     filled: list[str] = []
-    with Progress(*columns, console=Console(stderr=True), disable=title is None, transient=True) as bar:
+    console = Console(stderr=True)
+    hidden = title is None or not console.is_terminal  # where it would leave nothing but an empty line
+    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
         task = bar.add_task(f"loading {title}", total=sum(sizes.values()))
         for stored, name in match.wanted.items():
             total += sizes[name]

@@ -124,10 +124,13 @@ def _pip_download(key: str, scratch: Path, total: int | None, progress: bool) ->
     command = [sys.executable, "-m", "pip", "download", *flags.split(), f"--dest={destination}", key]
     log = scratch / "pip.log"
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    if progress and not console.is_terminal:
+        print(f"downloading {key} with pip", file=sys.stderr, flush=True)
     with (
         log.open("wb") as output,
         _running(command, output, {**os.environ, "TMPDIR": str(scratch)}) as pip,
-        Progress(*columns, console=Console(stderr=True), disable=not progress, transient=True) as bar,
+        Progress(*columns, console=console, disable=not (progress and console.is_terminal), transient=True) as bar,
     ):
         task = bar.add_task(f"downloading {key} with pip", total=total)
         while pip.poll() is None:

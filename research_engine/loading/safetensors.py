@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from research_engine.loading.errors import LoadError
+from research_engine.loading.errors import LoadError, damaged
 from research_engine.loading.shards import ShardedCheckpoint
 
 
@@ -22,7 +22,7 @@ class SafetensorsCheckpoint(ShardedCheckpoint):
         try:
             return safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise LoadError(f"{path}: truncated or corrupt: {error}") from error
+            raise damaged(path, f"truncated or corrupt: {error}") from error
 
     def _shapes_in(self, file: Any) -> Mapping[str, tuple[int, ...]]:
         names: list[str] = file.keys()

@@ -110,8 +110,10 @@ def _inspect(name: str, path: Path) -> ModelSource:
         raise LoadError(f"{path}: holds {len(ggufs)} GGUF files, name one of them: {', '.join(g.name for g in ggufs)}")
     if has_config and ((path / "pytorch_model.bin.index.json").exists() or any(path.glob("pytorch_model*.bin"))):
         return ModelSource(name, path.resolve(), "bin")
-    lacking = [what for what, there in (("config.json", has_config), ("*.safetensors", weights)) if not there]
-    raise LoadError(f"{path}: not a model, it lacks {' and '.join(lacking)} (or pytorch_model.bin, or one *.gguf file)")
+    others = "pytorch_model*.bin, or one *.gguf file in place of both"
+    lacking = [] if has_config else ["config.json"]
+    lacking += [] if weights or any(path.glob("pytorch_model*.bin")) else [f"weights (*.safetensors or {others})"]
+    raise LoadError(f"{path}: not a model, it lacks {' and '.join(lacking)}")
 
 
 def _unknown(name: str) -> str:

@@ -25,6 +25,12 @@ CHATML = (
 )
 
 
+_LONG = 4096
+"""Characters or tokens, of some two milliseconds, from which the backend's batches are asked: for single texts it holds
+Python's lock all the while, and a server's other requests would wait.
+"""
+
+
 def _no_stream(skip_special_tokens: bool) -> DecodeStream:
     raise ValueError("the tokenizer of an encoder makes no text token by token")
 
@@ -76,7 +82,11 @@ class Tokenizer:
             ValueError: the text holds a lone surrogate.
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < _LONG:
+                made = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            else:
+                (made,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = made.ids
         except TypeError as error:
             raise ValueError(f"{text!r} is no valid Unicode: {error}") from error
         return ids
@@ -98,7 +108,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that form no character become U+FFFD, ids beyond the vocabulary nothing."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        text: str
+        if len(ids) < _LONG:
+            text = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        else:
+            (text,) = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from research_engine.loading.errors import LoadError
+from research_engine.loading.errors import LoadError, damaged
 from research_engine.loading.shards import ShardedCheckpoint
 
 
@@ -47,12 +47,10 @@ def open_pickle(path: Path) -> Mapping[str, torch.Tensor]:
     except pickle.UnpicklingError as error:
         wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f"wants {wanted[1]}, which is not part of any weights" if wanted else "is no plain table of tensors"
-        raise LoadError(
-            f"{path}: refused: the pickle {what}; a pickle can run any code when it is read, so it is not read. "
-            "Get the model as safetensors"
-        ) from error
+        rule = "a pickle can run any code when it is read, so it is not read. Get the model as safetensors"
+        raise damaged(path, f"refused: the pickle {what}; {rule}") from error
     except Exception as error:  # torch raises RuntimeError, EOFError, struct's and zip's own errors alike
-        raise LoadError(f"{path}: truncated or corrupt: {error}") from error
+        raise damaged(path, f"truncated or corrupt: {error}") from error
     if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise LoadError(f"{path}: holds no table of tensors by name; a checkpoint of a training run is no model")
     return state

@@ -6,6 +6,7 @@ the endpoints that only read are FastAPI's. Keys, limits, request ids and the sh
 
 from __future__ import annotations
 
+import difflib
 import hmac
 import importlib.util
 import logging
@@ -40,6 +41,7 @@ POSTS: dict[str, Callable[[ServerContext, Call], Awaitable[None]]] = {
     "/tokenize": tokenize,
     "/detokenize": detokenize,
 }
+_LONGEST_PATH = 100  # characters that are compared with those there are
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
@@ -146,7 +148,11 @@ def _fastapi(context: ServerContext, resolved: dict[str, Any]) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> Response:
-        told = f"there is no {request.url.path}" if error.status_code == 404 else str(error.detail)
+        told = str(error.detail)
+        if error.status_code == 404:
+            path = request.url.path
+            near = difflib.get_close_matches(path[:_LONGEST_PATH], app.openapi()["paths"], n=1)
+            told = f"there is no {path}" + (f"; nearest: {near[0]}" if near else "")
         return _response(ApiError(error.status_code, told), dict(error.headers or {}))
 
     @app.exception_handler(RequestValidationError)

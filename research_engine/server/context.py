@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from research_engine.server.engine_client import EngineClient
 from research_engine.server.errors import ApiError, invalid
+from research_engine.server.ignored_fields import IgnoredFields
 from research_engine.structured_outputs import GrammarCompiler
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class ServerContext:
         reports_cached_tokens: usage says how many prompt tokens the prefix cache held.
         max_logprobs: most probable tokens that a request may ask for beside each token.
         draining: no new request is taken.
+        ignored: fields of requests that nobody here knows.
     """
 
     client: EngineClient
@@ -44,11 +46,17 @@ class ServerContext:
     reports_cached_tokens: bool = False
     draining: bool = False
     started: int = field(default_factory=lambda: int(time.time()))
+    ignored: IgnoredFields = field(default_factory=IgnoredFields)
     _grammars: GrammarCompiler | None = None
 
     @property
     def model(self) -> str:
         return self.model_names[0]
+
+    def check_generates(self) -> None:
+        """Raises ApiError: 400, the model embeds."""
+        if self.client.ready is not None and self.client.ready.embeds:
+            raise invalid(f"the model {self.model!r} embeds and does not generate; /v1/embeddings takes texts", "model")
 
     def check_model(self, name: str | None) -> None:
         """A request that names no model means the one that is there.

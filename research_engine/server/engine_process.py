@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from research_engine.engine.errors import EngineError, IntegrityError, QueueFullError, RequestError
+from research_engine.engine.errors import EngineError, IntegrityError, PromptTooLongError, QueueFullError, RequestError
 from research_engine.engine.foreign import has_words, words_of
 from research_engine.engine.overdue import overdue_calls_end
 from research_engine.engine.request import Request
@@ -150,6 +150,8 @@ class EngineLoop:
             )
         except QueueFullError as error:
             self._end.send(Refused(message.key, "queue", str(error)))
+        except PromptTooLongError as error:
+            self._end.send(Refused(message.key, "length", str(error)))
         except (RequestError, ValueError) as error:
             self._end.send(Refused(message.key, "request", str(error)))
         except EngineError as error:  # the policy failed at this arrival; the request is queued all the same

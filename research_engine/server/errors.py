@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from research_engine.server.engine_client import EngineDeadError, RefusedError
 
@@ -23,6 +24,8 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 _FIELD = re.compile(r"(?:request '[^']*': )?([a-z_]+)(?:\[[^\]]*\])? (?:= |holds )")
+_OWN_ID = re.compile(r"^request '[a-z]+-[0-9a-f]{32}(?:-(\d+))?': ")
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
 RETRY_SECONDS = 1
 
 
@@ -88,11 +91,17 @@ def of_engine(error: RefusedError | EngineDeadError, param: str | None = None) -
         return unavailable(str(error), "queue_full")
     if error.kind == "shutdown":
         return unavailable(str(error), "shutting_down")
-    if error.kind == "request":
-        told = invalid(str(error))
+    if error.kind in ("request", "length"):
+        told = invalid(_OWN_ID.sub(_prompt_of, str(error)))
         told.param = told.param or param
+        told.code = "context_length_exceeded" if error.kind == "length" else None  # as OpenAI's, which clients test for
         return told
     return ApiError(500, str(error), code="engine_error")
+
+
+def _prompt_of(own_id: re.Match[str]) -> str:
+    """In place of the engine's name for a prompt: which of the prompts that the client sent, if there were several."""
+    return f"prompt[{own_id[1]}]: " if own_id[1] else ""
 
 
 T = TypeVar("T")
@@ -107,7 +116,7 @@ def decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
     except msgspec.DecodeError as error:
-        raise _of_decoding(error) from None
+        raise _of_decoding(error, decoder.type) from None
     except RecursionError:
         raise nested_too_deeply() from None
 
@@ -116,9 +125,24 @@ def nested_too_deeply() -> ApiError:
     return ApiError(400, "the body is nested too deeply", code="invalid_json")
 
 
-def _of_decoding(error: msgspec.DecodeError) -> ApiError:
+def _of_decoding(error: msgspec.DecodeError, kind: Any) -> ApiError:
     if isinstance(error, msgspec.ValidationError):
         message, _, path = str(error).partition(" - at `$")
         param = path.rstrip("`").lstrip(".") or None
+        if missing := _MISSING.fullmatch(message):
+            param = f"{param}.{missing[1]}" if param else missing[1]
+            return ApiError(400, f"{param} is missing", param=param)
+        if message.startswith("Invalid enum value") and param and (valid := _valid_at(kind, param)):
+            message = f"{message}; valid: {', '.join(valid)}"
         return ApiError(400, f"{param}: {message}" if param else message, param=param)
     return ApiError(400, f"the body is no valid JSON: {error}", code="invalid_json")
+
+
+def _valid_at(kind: type, path: str) -> list[str]:
+    """The values that a field may have, by its dotted path in a struct; none where it is no choice of texts."""
+    types: Sequence[Any] = [inspect.type_info(kind)]
+    for name in path.split("."):
+        fields = [field for info in types if isinstance(info, inspect.StructType) for field in info.fields]
+        found = [field.type for field in fields if field.encode_name == name]
+        types = [own for info in found for own in (info.types if isinstance(info, inspect.UnionType) else (info,))]
+    return [str(value) for info in types if isinstance(info, inspect.LiteralType) for value in info.values]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import errno
 import gc
 import importlib.metadata
 import ipaddress
@@ -153,6 +154,7 @@ class Serving:
         self._handle_signals()
         gc.collect()
         gc.freeze()  # what was imported and loaded stays; no collection need look at it while requests wait
+        _listen(bound, server, self._http.config.backlog)
         await self._http.serve(sockets=[bound])
         for task in self._tasks:
             task.cancel()
@@ -252,17 +254,40 @@ class Serving:
 
 
 def _bind(server: ServerOptions) -> socket.socket:
-    """The address, before the model is loaded for nothing; connections are taken once the engine serves."""
+    """The address, before the model is loaded for nothing; connections are taken once the engine serves.
+
+    Without SO_REUSEADDR it is this server's alone while it loads, too. The second attempt has it: connections of an
+    earlier server that are still closing are no hindrance then.
+    """
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)  # connections inherit it
-    try:
-        bound.bind((server.host, server.port))
-    except (OSError, OverflowError) as error:
-        bound.close()
-        raise ValueError(f"host = {server.host!r}, port = {server.port}: cannot be listened on: {error}") from None
+    for reuse in (0, 1):
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)  # connections inherit it
+        try:
+            bound.bind((server.host, server.port))
+        except (OSError, OverflowError) as error:
+            bound.close()
+            if reuse or not isinstance(error, OSError) or error.errno != errno.EADDRINUSE:
+                raise _not_to_be_had(server, error) from None
+        else:
+            break
     return bound
+
+
+def _listen(bound: socket.socket, server: ServerOptions, backlog: int) -> None:
+    """Take connections, which do not hold the address once they are closing."""
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.listen(backlog)
+    except OSError as error:
+        raise _not_to_be_had(server, error) from None
+
+
+def _not_to_be_had(server: ServerOptions, error: OSError | OverflowError) -> ValueError:
+    in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+    why = "another program has the port; --port takes another, 0 a free one" if in_use else error
+    return ValueError(f"host = {server.host!r}, port = {server.port}: cannot be listened on: {why}")
 
 
 def _is_loopback(host: str) -> bool:

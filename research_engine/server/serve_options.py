@@ -262,6 +262,10 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         known, unknown = self.parse_known_args(args, namespace)
+        if unknown and unknown[0].partition("=")[0] == "--model":
+            self.error(f"{unknown[0]}: the model is named without a flag: {self.prog} MODEL")
+        if unknown and not unknown[0].startswith("-"):
+            self.error(f"unknown argument {unknown[0]!r}: one model is served, {known.model!r}")
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
             near = ", ".join(nearest_first(unknown[0], flags)[:5])

@@ -89,7 +89,8 @@ class Refused(msgspec.Struct, array_like=True, tag="refused"):
     """A prompt will not be served.
 
     Attributes:
-        kind: "request" (it never could be), "queue" (not now) or "engine" (a step failed).
+        kind: "request" (it never could be), "length" (the same: its prompt is too long), "queue" (not now) or
+            "engine" (a step failed).
     """
 
     key: int

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from research_engine.engine.contract import Batch
+from research_engine.other_load import DISTURBED_ABOVE
 
 from .attention_cost import AttentionCost, AttentionFormula, attention_from_json
 from .cost_model import StepTime, Work, work_of
@@ -27,6 +28,12 @@ from .power import PowerLimit
 from .step_kind import NO_GRAPHS, Ladders, StepKind
 
 FORMAT = 4
+_CONDITIONS = {
+    "cores": (DISTURBED_ABOVE, "other processes took {:.0%} of the cores"),
+    "gpu": (DISTURBED_ABOVE, "the GPU was {:.0%} busy before"),
+    "spread": (0.15, "repeats of a batch spread by {:.0%}"),
+}
+"""Name -> (above which it matters, words)."""
 PARTS = ("decode graph", "token graph", "dense", "head", "decode", "prefill", "moves")
 
 
@@ -57,6 +64,9 @@ class Profile:
             empty where nothing was held out.
         parts: the same for each part of the measurement, by name.
         origin: how it was made, in words.
+        conditions: shares, as far as they are known: `cores` of the usable cores' time that other processes took while
+            it was measured, `gpu` of the time that the GPU was busy before, `spread` of a batch's time between the
+            quartiles of its repeats, in the median of all batches.
     """
 
     model: str
@@ -75,6 +85,7 @@ class Profile:
     held_out: Mapping[str, float] = field(default_factory=dict)
     parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     origin: str = ""
+    conditions: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, sizes in zip(("decode_graph", "token_graph"), self.ladders, strict=True):
@@ -82,6 +93,16 @@ class Profile:
                 raise ValueError(f"the sizes of {name} are {list(sizes)}: must be integers >= 1, ascending")
             if sizes and (getattr(self, name) is None or not isinstance(self.attention, AttentionFormula)):
                 raise ValueError(f"graphs of {list(sizes)}, but no table of {name} and no formula for attention")
+
+    @property
+    def disturbance(self) -> str:
+        """Why its times may not be those of the machine alone, in one line; empty where nothing speaks against them."""
+        told = [
+            words.format(self.conditions[name])
+            for name, (limit, words) in _CONDITIONS.items()
+            if self.conditions.get(name, 0.0) > limit
+        ]
+        return ", ".join(told)
 
     def require(self, *, model: str | None = None, **machine: str) -> None:
         """Refuse to stand in for something else.
@@ -107,6 +128,7 @@ class Profile:
         """What its file holds."""
         return {
             "format": FORMAT, "model": self.model, "machine": dict(self.machine), "origin": self.origin,
+            "conditions": dict(self.conditions),
             "held_out": dict(self.held_out), "parts": {name: dict(error) for name, error in self.parts.items()},
             "host": self.host.as_json(), "ladders": self.ladders, "overlap": self.overlap,
             "decode_graph": _points(self.decode_graph), "token_graph": _points(self.token_graph),
@@ -153,6 +175,7 @@ class Profile:
                 held_out={name: float(value) for name, value in data["held_out"].items()},
                 parts={part: {n: float(v) for n, v in error.items()} for part, error in data["parts"].items()},
                 origin=_text(data["origin"]),
+                conditions={name: float(value) for name, value in data.get("conditions", {}).items()},
             )
         except KeyError as error:
             raise ValueError(f"{path}: the profile lacks {error.args[0]!r}") from error

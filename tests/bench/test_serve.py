@@ -60,6 +60,15 @@ def test_a_run_is_printed_in_vllms_layout_and_kept_under_its_keys(tmp_path, caps
     assert {headers["x-request-id"] for headers in server.headers} == {f"bench-0-{index}" for index in range(6)}
 
 
+def test_a_model_that_the_server_does_not_have_is_told_with_the_one_it_has(tmp_path, capsys):
+    with StandIn() as server:
+        code, _ = bench(server, tmp_path, "--model", "dummy:tinny")
+    assert code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("research-engine bench serve: no tokenizer for 'dummy:tinny'")
+    assert told.endswith("This server's model is 'dummy:tiny', the default of --model\n")
+
+
 def test_without_save_detailed_the_file_is_small(tmp_path):
     with StandIn() as server:
         _, result = bench(server, tmp_path, "--no-save-detailed")

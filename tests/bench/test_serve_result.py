@@ -103,7 +103,7 @@ def test_a_load_that_the_client_sent_late_is_void():
     assert result_of(on_time)["void"] == []
     late = [answered(float(second), second + 0.9, sent=second + 0.02 * second) for second in range(10)]
     (reason,) = result_of(late)["void"]
-    assert reason == "the client sent late: 1.00 req/s were offered, 0.98 achieved"
+    assert reason == "the client sent late: 1.00 req/s were to be sent, 0.98 were"
 
 
 def test_a_load_held_back_by_max_concurrency_is_void_and_says_so():
@@ -114,7 +114,7 @@ def test_a_load_held_back_by_max_concurrency_is_void_and_says_so():
 
 def test_a_closed_loop_has_no_rate_to_be_off_from():
     result = result_of([answered(0.0, 1.0), answered(0.0, 2.0)], arrivals=False)
-    assert (result["offered_request_rate"], result["void"], result["unstable"]) == ("inf", [], False)
+    assert (result["planned_send_rate"], result["void"], result["unstable"]) == ("inf", [], False)
 
 
 @pytest.mark.parametrize("overload", [1.0, 1.5, 3.0])

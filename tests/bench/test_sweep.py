@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import io
 import json
 import math
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from research_engine.bench.serve_options import ReportOptions, ServeBenchOptions, TrafficOptions
 from research_engine.bench.sweep import (
     Bracket,
+    Sweep,
     bracket_of,
+    rows_of,
     run_sweep,
     saturation_line,
     saturation_search,
     sweep_rates,
+    sweep_table,
     why_not,
 )
 from research_engine.cli import main
@@ -64,7 +69,7 @@ class Server:
         latencies = {f"{kind}_{name}_ms": 10.0 * (1 if rate <= self.limit else 50)
                      for kind in ("mean", "median", "std", "p99") for name in ("ttft", "tpot", "itl")}  # fmt: skip
         return {
-            "request_rate": "inf" if math.isinf(rate) else rate, "achieved_request_rate": rate, "void": [],
+            "request_rate": "inf" if math.isinf(rate) else rate, "send_rate": rate, "void": [],
             "completed": traffic.num_prompts, "failed": 0, "unstable": False, "slo_attainment": None,
             "latency_growth": max(0.0, min(rate, 1e6) / self.limit - 1), "interrupted": rate == self.interrupt_at,
             "request_throughput": min(rate, self.limit), "output_throughput": 1.0, "request_goodput": None,
@@ -93,6 +98,23 @@ def test_rates_that_are_named_are_measured_in_order_for_the_time_asked():
     assert [traffic.request_rate for traffic in server.asked] == [1.0, 2.0, 4.0]
     assert [traffic.num_prompts for traffic in server.asked] == [30, 60, 120]
     assert sweep.saturation == Bracket(2.0, 4.0)
+
+
+def test_the_table_tells_what_was_sent_from_what_was_finished_and_fits_eighty_columns():
+    report = ReportOptions(goodput=("ttft:500",), percentile_metrics="ttft,tpot,itl,e2el")
+    chosen = ServeBenchOptions(traffic=TrafficOptions(num_prompts=100), report=report)
+    server, runs = Server(limit=30.0), []
+    for rate in (20.0, 12345.67):
+        runs.append(asyncio.run(server.measure(TrafficOptions(request_rate=rate, num_prompts=100))))
+        latencies = {f"{kind}_{name}_ms": 12345.0 for kind in ("median", "p99") for name in ("tpot", "e2el")}
+        runs[-1] |= latencies | {"sustained": rate < 30, "why_not": [], "request_goodput": 1.0, "slo_attainment": 0.5}
+    sweep = Sweep(runs, Bracket(20.0, 12345.67), False)
+    assert [(row["sent req/s"], row["finished req/s"]) for row in rows_of(sweep, chosen)] == [(20, 20), (12345.67, 30)]
+    buffer = io.StringIO()
+    Console(file=buffer, width=80).print(sweep_table(sweep, chosen))
+    words = ("finished", "output", "limits", "TTFT", "sustained", "12346", "12345 /")
+    assert all(word in buffer.getvalue() for word in words)
+    assert "\u2026" not in buffer.getvalue()
 
 
 def test_an_interrupted_sweep_keeps_what_it_has(capsys, tmp_path):

@@ -22,6 +22,7 @@ from research_engine.calibration.profile import (
     error_table,
     fit,
     from_run,
+    main,
     measure,
     read_measurement,
 )
@@ -234,6 +235,24 @@ def test_a_fit_can_be_made_again_from_the_file_of_a_measurement(tmp_path):
     assert fit(Measurement.load(tmp_path / "m.gz")).as_json() == fit(found).as_json()
 
 
+@pytest.mark.parametrize("share", [0.02, 0.43])
+def test_the_command_warns_of_a_busy_machine_and_the_profile_keeps_it(share, tmp_path, capsys):
+    replace(planted(ON_GPU, overlap=True, steps=200), conditions={"cores": share}).save(tmp_path / "m.gz")
+    out = tmp_path / "p.json"
+    assert main(ProfileOptions("m", from_measurement=tmp_path / "m.gz", out=out)) == 0
+    assert ("WARNING: a busy machine: other processes took 43% of" in capsys.readouterr().out) == (share > 0.1)
+    assert Profile.load(out).conditions["cores"] == share
+
+
+def test_the_spread_of_a_profile_is_that_of_the_repeats_of_its_batches():
+    found = planted(TRUE, overlap=False, steps=200)
+    steady = {design: [own[0]] * 4 for design, own in found.designed.items()}
+    shaken = {design: [own[0]._replace(device=own[0].device * times) for times in (1.0, 0.8, 1.2, 1.0)]
+              for design, own in steady.items()}  # fmt: skip
+    spreads = [fit(replace(found, designed=designed)).conditions["spread"] for designed in (steady, shaken)]
+    assert spreads == pytest.approx([0.0, 0.1])
+
+
 @pytest.mark.parametrize("content", [b"", b"junk", gzip.compress(b"{}"), gzip.compress(b'{"format": 7}'),
                                      gzip.compress(b"[]"), gzip.compress(b"\xff")])  # fmt: skip
 def test_what_is_no_measurement_is_refused_by_name(content, tmp_path):
@@ -309,7 +328,12 @@ def measured_profile() -> Profile:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the model is tiny; threads would only wait for one another
     try:
-        found = measure(options, lambda share, text: told.append((share, text)), clock=count(0.0, 1.0).__next__)
+        found = measure(
+            options,
+            lambda share, text: told.append((share, text)),
+            clock=count(0.0, 1.0).__next__,
+            watch=lambda: SimpleNamespace(others=lambda: 0.43),
+        )
     finally:
         torch.set_num_threads(threads)
     assert [text.split(",")[0] for _, text in told][0 :: len(told) - 1] == ["loading dummy:tiny", "ordinary serving"]
@@ -323,6 +347,8 @@ def test_the_command_measures_a_real_engine(measured_profile):
     assert measured_profile.held_out["steps"] > 0
     assert math.isfinite(measured_profile.held_out["mape"])
     assert ProfiledCost(measured_profile).price(Work(4, 4, 4, 4, 100, 40)) > 0
+    assert measured_profile.conditions["cores"] == 0.43
+    assert measured_profile.conditions["spread"] >= 0
     assert error_table(measured_profile).row_count == len(measured_profile.parts) + 1
 
 

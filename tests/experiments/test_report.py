@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -12,12 +13,14 @@ from typing import Any
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
+from rich.console import Console
 
+from experiments.analysis.metrics import METRICS
 from experiments.analysis.plots_of_cells import _is_beaten, numeric_factors
 from experiments.analysis.report import write_report
 from experiments.analysis.run_files import RunFiles
-from experiments.analysis.statistics import NO_CHANGE
-from experiments.compare import Difference, _digits
+from experiments.analysis.statistics import NO_CHANGE, Change, Interval
+from experiments.compare import Difference, _digits, _results_of
 from experiments.config import ConfigError
 from research_engine import metrics
 from research_engine.cli import main as command
@@ -255,6 +258,18 @@ def test_compare_says_what_differs_and_what_is_real(finished: Path, capsys: pyte
 )
 def test_compared_means_are_printed_with_three_digits_that_count(before: float, after: float, digits: int) -> None:
     assert _digits(Difference("cell", "ttft_p50", before, after, NO_CHANGE, True), 2) == digits
+
+
+def test_eighty_columns_hold_every_compared_metric_whole() -> None:
+    change = Change(Interval(1.0, 0.5, 2.0), Interval(-99.1, -123.4, 234.5), 0.0312, 4)
+    differences = [Difference("fcfs, 16", name, 1e-5, 3.5, change, False) for name in METRICS]
+    buffer = io.StringIO()
+    Console(file=buffer, width=80).print(_results_of(differences))
+    shown = buffer.getvalue()
+    words = {word for name in METRICS for word in METRICS[name].label.split()}
+    assert not [word for word in words | {"verdict", "interval", "change", "open *"} if word not in shown]
+    assert shown.count("-123.4 to +234.5") == shown.count("0.0000100") == len(METRICS)
+    assert "\u2026" not in shown
 
 
 def test_a_run_does_not_differ_from_itself(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,13 +20,14 @@ import pytest
 import yaml
 from rich.console import Console
 
-from experiments import environment, storage
+from experiments import storage
 from experiments.analysis.report import write_report
 from experiments.config import ConfigError, load_experiment
 from experiments.launcher import Events, InTurn
 from experiments.plan import Trial
 from experiments.run import main
 from experiments.runner import RunReport, run_experiment
+from research_engine.other_load import CoreWatch
 from tests.experiments.stub_backend import StubBackend
 from tests.experiments.test_config import EXPERIMENT
 
@@ -90,7 +91,7 @@ def test_a_run_directory_is_complete(file: Path, tmp_path: Path) -> None:
 def test_progress_names_the_clock_of_each_number(
     kind: str, clocks: int, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment.CoreWatch, "others", lambda watch: 0.0)
+    monkeypatch.setattr(CoreWatch, "others", lambda watch: 0.0)
     backend, screen = StubBackend(), io.StringIO()
     backend.kind = kind
     experiment, cells = load_experiment(str(file), ["seeds=[3]", "order=as_written"])
@@ -155,7 +156,7 @@ def test_trials_keep_under_what_they_ran_and_tables_say_where_that_differs(
 ) -> None:
     out, backend = tmp_path / "run", StubBackend()
     backend.kind = "real"  # the threads of a simulation do not matter
-    monkeypatch.setattr(environment.CoreWatch, "others", lambda watch: 0.0)  # whatever else runs on this machine
+    monkeypatch.setattr(CoreWatch, "others", lambda watch: 0.0)  # whatever else runs on this machine
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     run(file, out, backend)
     assert "different environments" not in (out / "table.md").read_text()
@@ -340,21 +341,6 @@ def test_three_schedulers_on_a_real_model_of_random_weights(tmp_path: Path, caps
         assert summary["metrics"]["num_completed"] == 8
         assert summary["metrics"]["output_tokens"] == summary["workload"]["output_tokens"]
     assert yaml.safe_load((out / "config.yaml").read_text())["base"]["model"] == "dummy:tiny"
-
-
-def test_the_load_of_other_processes_is_seen() -> None:
-    if environment.CoreWatch().others() is None:
-        pytest.skip("this system does not tell how busy its cores are")
-    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        watch = environment.CoreWatch()
-        time.sleep(1.0)
-        share = watch.others()
-    finally:
-        other.kill()
-        other.wait()
-    assert share is not None
-    assert 0.3 / environment.usable_cores() < share <= 1.0
 
 
 def test_ctrl_c_keeps_finished_trials_and_says_how_to_go_on(tmp_path: Path) -> None:

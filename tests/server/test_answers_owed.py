@@ -275,10 +275,12 @@ class Asked:
     def __init__(self, wire: Wire, send: Callable[[Any], Awaitable[None]], **fields: Any) -> None:
         self.call = Call({"type": "http", "headers": []}, forever, send, "id")
         self.call.body = json.dumps({"prompt": [1], **fields}).encode()
+        wire.client.ready = Ready(0.0, 1, 100, 0, {}, embeds=False)
         self.task = asyncio.create_task(completions(ServerContext(wire.client, None, ["m"]), self.call))
 
     async def until_handed_over(self, wire: Wire) -> int:
         while not wire.told:
+            assert not self.task.done(), self.task
             await asyncio.sleep(0)
         (told,) = wire.told
         assert isinstance(told, Add)

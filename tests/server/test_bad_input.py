@@ -29,7 +29,8 @@ def still_serves(server: LiveServer) -> bool:
         ({"prompt": [259]}, "prompt", "259"),
         ({"prompt": [2**63]}, "prompt", ""),
         ({"prompt": []}, "prompt", "empty"),
-        ({"prompt": [[]]}, None, "empty"),
+        ({"prompt": [[]]}, "prompt", "the prompt is empty"),
+        ({"prompt": [[65], []]}, "prompt", "prompt[1]: the prompt is empty"),
         ({"prompt": ["a", 1]}, "prompt", ""),
         ({"prompt": None}, "prompt", "missing"),
         ({"prompt": 5}, "prompt", ""),
@@ -80,6 +81,8 @@ def test_a_wrong_field_of_a_completion_is_named(
         ({"messages": [{"role": "user", "content": 5}]}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": None}, "messages"),
+        ({"response_format": {"type": "json_schema", "json_schema": 5}}, "response_format.json_schema"),
+        ({"response_format": {}}, "response_format.type"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
@@ -97,13 +100,28 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(server: L
     for streamed in (False, True):
         answer = server.post(TEXT, {"prompt": [65] * 5000, "max_tokens": 1, "stream": streamed})
         assert answer.status == 400
-        assert "5000" in answer.error["message"] and "4096" in answer.error["message"]
+        rule = "with max_model_len = 4096 at most 4095 leave room for an output"
+        assert answer.error["message"] == f"the prompt has 5000 tokens; {rule}"  # the same words for every such request
+        assert (answer.error["code"], answer.error["param"]) == ("context_length_exceeded", "prompt")
+        long = {"messages": [{"role": "user", "content": "a" * 5000}], "stream": streamed}
+        assert server.post(CHAT, long).error["param"] == "messages"
     assert still_serves(server)
 
 
 def test_a_bad_prompt_among_good_ones_is_refused_and_the_others_are_aborted(server: LiveServer) -> None:
     assert server.post(TEXT, {"prompt": [[65], [300], [66]], "max_tokens": 4000}).status == 400
     server.wait_until(lambda stats: stats["running"] == stats["waiting"] == 0)
+
+
+def test_a_field_that_is_missing_or_no_choice_is_told_with_what_is_valid(server: LiveServer) -> None:
+    error = server.post(CHAT, {"prompt": "a"}).error
+    assert (error["message"], error["param"]) == ("messages is missing", "messages")
+    assert "/v1/chat/completions takes messages" in server.post(TEXT, {"messages": []}).error["message"]
+    error = server.post(CHAT, {"messages": [], "response_format": {"type": "xml"}}).error
+    assert error["param"] == "response_format.type"
+    assert error["message"].endswith("Invalid enum value 'xml'; valid: json_object, json_schema, text")
+    error = server.post("/v1/embeddings", {"input": "a", "encoding_format": "hex"}).error
+    assert error["message"].endswith("valid: base64, float")
 
 
 def test_nulls_and_unknown_fields_are_accepted(server: LiveServer) -> None:
@@ -172,6 +190,9 @@ def test_an_unknown_model_is_not_found_and_the_names_are_told(server: LiveServer
 
 def test_paths_and_methods_that_do_not_exist(server: LiveServer) -> None:
     assert server.get("/v2/nothing").error["type"] == "not_found_error"
+    for path, near in (("/chat/completions", "/v1/chat/completions"), ("/completion", "/v1/completions"),
+                       ("/v1/model", "/v1/models"), ("/metric", "/metrics")):  # fmt: skip
+        assert server.get(path).error["message"] == f"there is no {path}; nearest: {near}"
     answer = server.get(TEXT)
     assert (answer.status, answer.headers["allow"]) == (405, "POST")
     assert server.post("/health", {}).status == 405

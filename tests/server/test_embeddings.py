@@ -125,3 +125,4 @@ def test_an_embedder_does_not_complete(real: LiveServer) -> None:
         answer = real.post(path, body)
         assert answer.status == 400
         assert "embeds and does not generate" in answer.error["message"]
+        assert answer.error["param"] == "model"  # whether or not it has a chat template or such a prompt would fit

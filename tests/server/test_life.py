@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from research_engine.server.serve import _bind, _listen
+from research_engine.server.serve_options import ServerOptions
 from tests.server.faulty import BROKEN, MISTAKEN, SLOW
 from tests.server.live import DEADLINE, STUB, LiveServer, launch, start
 
@@ -154,7 +156,36 @@ def test_a_port_in_use_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         process = launch(tmp_path / "log", "dummy:tiny", "--port", port)
         assert process.wait(DEADLINE) == 2
-    assert f"port = {port}" in (tmp_path / "log").read_text()
+    told = f"port = {port}: cannot be listened on: another program has the port; --port takes another, 0 a free one"
+    assert told in (tmp_path / "log").read_text()
+
+
+def test_of_two_servers_that_load_at_once_the_second_is_refused_before_it_loads() -> None:
+    with _bind(ServerOptions(port=0)) as loading, pytest.raises(ValueError, match="another program has the port"):
+        _bind(ServerOptions(port=loading.getsockname()[1]))
+
+
+def test_a_server_takes_the_port_of_one_whose_connections_are_still_closing() -> None:
+    options = ServerOptions(port=0)
+    with _bind(options) as first:
+        _listen(first, options, 8)
+        address = first.getsockname()
+        with socket.create_connection(address, timeout=DEADLINE) as client:
+            first.accept()[0].close()  # its end closes first and stays in TIME_WAIT
+            assert client.recv(1) == b""
+    again = ServerOptions(port=address[1])
+    with _bind(again) as second:
+        _listen(second, again, 8)
+
+
+def test_a_port_that_somebody_takes_in_the_end_is_a_users_mistake() -> None:
+    with socket.socket() as one, socket.socket() as other:
+        for own in (one, other):
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            own.bind(one.getsockname() if own is other else ("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(ValueError, match="another program has the port"):
+            _listen(one, ServerOptions(port=other.getsockname()[1]), 8)
 
 
 def test_many_at_once_all_get_their_own_answer(stub: LiveServer) -> None:

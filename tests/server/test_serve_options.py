@@ -130,6 +130,23 @@ def test_an_unknown_flag_is_a_users_mistake_with_the_nearest_named(capsys: pytes
     assert "--port" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--model", "m", "--port", "1"], "--model: the model is named without a flag: research-engine serve MODEL"),
+        (["--model=m"], "--model=m: the model is named without a flag: research-engine serve MODEL"),
+        (["m", "other", "--port", "1"], "unknown argument 'other': one model is served, 'm'"),
+    ],
+)
+def test_a_model_given_in_another_way_is_told_how(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(words)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"research-engine serve: {told}\n"
+
+
 def written(tmp_path: Path, **values: Any) -> str:
     path = tmp_path / "serve.yaml"
     path.write_text(yaml.safe_dump(values))

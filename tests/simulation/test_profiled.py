@@ -32,7 +32,7 @@ def profile(attention=FORMULA, **changes) -> Profile:
     fields = {"model": "m", "machine": {"gpu": "g", "driver": "1"}, "dense": Curve([(1, 2.0), (8, 4.0), (64, 20.0)]),
               "head": Curve([(1, 1.0), (8, 3.0)]), "host": HostCost(schedule=(0.25, 0.125)), "block_move": (7.0, 5.0),
               "block_copy": (0.125, 0.5), "held_out": {"steps": 9, "mape": 0.02, "bias": -0.01},
-              "parts": {"dense": {"mape": 0.5}}, "origin": "made up"}  # fmt: skip
+              "parts": {"dense": {"mape": 0.5}}, "origin": "made up", "conditions": {"cores": 0.05}}  # fmt: skip
     return Profile(**{**fields, "attention": attention, **changes})
 
 
@@ -98,10 +98,33 @@ def test_a_profile_survives_its_file(attention, tmp_path):
     own = profile(attention)
     own.save(tmp_path / "p.json")
     read = Profile.load(tmp_path / "p.json")
-    for name in ("model", "machine", "host", "block_move", "block_copy", "held_out", "parts", "origin"):
+    for name in ("model", "machine", "host", "block_move", "block_copy", "held_out", "parts", "origin",
+                 "conditions"):  # fmt: skip
         assert getattr(read, name) == getattr(own, name)
     for batch in (decodes(3, 77), batch_of((40, 10), (1, 5)), batch_of((5000, 0))):
         assert ProfiledCost(read).seconds(batch) == ProfiledCost(own).seconds(batch)
+
+
+@pytest.mark.parametrize(
+    ("conditions", "told"),
+    [
+        ({}, ""),
+        ({"cores": 0.1, "gpu": 0.1, "spread": 0.15}, ""),
+        ({"cores": 0.43}, "other processes took 43% of the cores"),
+        ({"cores": 0.0, "gpu": 0.9, "spread": 0.3}, "the GPU was 90% busy before, repeats of a batch spread by 30%"),
+    ],
+)
+def test_a_profile_of_a_busy_machine_says_so_in_one_line(conditions, told):
+    assert profile(conditions=conditions).disturbance == told
+
+
+def test_a_profile_from_before_conditions_were_kept_is_read(tmp_path):
+    path = tmp_path / "p.json"
+    profile().save(path)
+    data = json.loads(path.read_text())
+    del data["conditions"]
+    path.write_text(json.dumps(data))
+    assert Profile.load(path).conditions == {}
 
 
 def test_a_profile_of_something_else_is_refused_with_every_difference():
@@ -131,7 +154,7 @@ WRONG = [None, "x", 7, -1.0, float("nan"), [], {}, [[1, -2.0]], [[1]], {"kind": 
 
 
 FIELDS = ("model", "machine", "dense", "head", "attention", "host", "ladders", "overlap", "decode_graph", "token_graph",
-          "block_move", "block_copy", "held_out", "parts", "origin")  # fmt: skip
+          "block_move", "block_copy", "held_out", "parts", "origin", "conditions")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -143,7 +166,8 @@ def test_a_corrupt_field_is_refused_or_means_what_it_says(name, wrong, tmp_path)
     path.write_text(json.dumps({**data, name: wrong}))
     texts = isinstance(wrong, dict) and all(isinstance(value, str) for value in wrong.values())
     harmless = {"model": wrong == "x", "origin": wrong == "x", "machine": texts, "held_out": wrong == {},
-                "parts": wrong == {}, "decode_graph": wrong is None, "token_graph": wrong is None}  # fmt: skip
+                "parts": wrong == {}, "conditions": wrong == {}, "decode_graph": wrong is None,
+                "token_graph": wrong is None}  # fmt: skip
     if harmless.get(name):
         assert Profile.load(path).host == profile().host  # another text, or nothing recorded: no damage
         return

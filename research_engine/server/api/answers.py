@@ -109,8 +109,11 @@ def start(
         raise of_engine(error) from None
 
 
-async def whole(call: Call, generation: Generation) -> list[Delta]:
+async def whole(call: Call, generation: Generation, field: str) -> list[Delta]:
     """One delta a choice, in the order of choices, of a generation that is not streamed.
+
+    Args:
+        field: of the request that held the prompt, to be named where it is refused.
 
     Raises:
         ApiError: it was not served.
@@ -121,7 +124,7 @@ async def whole(call: Call, generation: Generation) -> list[Delta]:
         while generation.keys:
             deltas += await generation.next()
     except (RefusedError, EngineDeadError) as error:
-        raise of_engine(error) from None
+        raise of_engine(error, field) from None
     _check_served(deltas)
     return sorted(deltas, key=generation.choice)
 
@@ -129,12 +132,14 @@ async def whole(call: Call, generation: Generation) -> list[Delta]:
 async def stream(
     call: Call,
     generation: Generation,
+    field: str,
     events: Callable[[list[Delta]], bytes],
     last: Callable[[], bytes],
 ) -> None:
     """Send a generation as it comes. Nothing is sent before its first tokens, so an error before them has its status.
 
     Args:
+        field: of the request that held the prompt, to be named where it is refused.
         events: deltas as server-sent events; may be empty.
         last: events after all of them, before [DONE].
 
@@ -154,7 +159,7 @@ async def stream(
             if data:
                 await call.write(data)
     except (RefusedError, EngineDeadError, ApiError) as error:
-        told = error if isinstance(error, ApiError) else of_engine(error)
+        told = error if isinstance(error, ApiError) else of_engine(error, field)
         if not call.started:
             raise told from None
         generation.abort()

@@ -40,7 +40,9 @@ async def chat_completions(context: ServerContext, call: Call) -> None:
         ApiError: refused, or not served.
     """
     request = decoded(_decoder, call.body)
+    context.ignored.look(ChatRequest, call.body)
     context.check_model(request.model)
+    context.check_generates()
     check_stream_options(request)
     logprobs = _logprobs(request, context.max_logprobs)
     names, form = _tools_and_form(request)
@@ -64,9 +66,9 @@ async def chat_completions(context: ServerContext, call: Call) -> None:
     with start(context, call, answer_id, [prompt], sampling, request, stream=streamed) as generation:
         answer = _Answer(context, request, answer_id, generation, len(prompt), names)
         if streamed:
-            await stream(call, generation, answer.events, answer.last_event)
+            await stream(call, generation, "messages", answer.events, answer.last_event)
         else:
-            deltas = await whole(call, generation)
+            deltas = await whole(call, generation, "messages")
             await call.reply(answer.body(deltas))
 
 

@@ -40,7 +40,9 @@ async def completions(context: ServerContext, call: Call) -> None:
         ApiError: refused, or not served.
     """
     request = decoded(_decoder, call.body)
+    context.ignored.look(CompletionRequest, call.body)
     context.check_model(request.model)
+    context.check_generates()
     check_stream_options(request)
     _check(request, context.max_logprobs)
     texts, prompts = await _prompts(context, request)
@@ -62,9 +64,9 @@ async def completions(context: ServerContext, call: Call) -> None:
     with start(context, call, answer_id, prompts, sampling, request, stream=streamed) as generation:
         answer = _Answer(context, request, answer_id, generation, prompts, texts, nothing)
         if streamed:
-            await stream(call, generation, answer.events, answer.last_event)
+            await stream(call, generation, "prompt", answer.events, answer.last_event)
         else:
-            deltas = await whole(call, generation)
+            deltas = await whole(call, generation, "prompt")
             await call.reply(answer.body(deltas))
 
 
@@ -91,7 +93,10 @@ async def _prompts(context: ServerContext, request: CompletionRequest) -> tuple[
     """Texts, where prompts were given as such, and token ids."""
     prompt = request.prompt
     if prompt is None:
-        raise invalid("prompt is missing: a text, a list of token ids, or a list of either", "prompt")
+        raise invalid(
+            "prompt is missing: a text, a list of token ids, or a list of either; /v1/chat/completions takes messages",
+            "prompt",
+        )
     many: Sequence[Any]
     if isinstance(prompt, str) or (prompt and all(type(item) is int for item in prompt)):
         many = [prompt]

@@ -27,6 +27,7 @@ async def embeddings(context: ServerContext, call: Call) -> None:
         ApiError: refused, or not served.
     """
     request = decoded(_decoder, call.body)
+    context.ignored.look(EmbeddingRequest, call.body)
     context.check_model(request.model)
     if context.client.ready is not None and not context.client.ready.embeds:
         raise invalid(f"the model {context.model!r} is a generator, not an embedder", "model")

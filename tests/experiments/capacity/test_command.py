@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
-from experiments.capacity.command import CapacityOptions, main, make_system, verdict
+from experiments.analysis.statistics import Interval
+from experiments.capacity.command import CapacityOptions, main, make_system, runs_table, verdict
+from experiments.capacity.search import Capacity
 from experiments.capacity.system import Layout, Load, RunLimits
 from research_engine.cli import main as cli
 from research_engine.metrics import QueueTrend
+from research_engine.simulation.build import PROFILES
+from research_engine.simulation.profiled import Profile
 
 SMALL = {"lengths": "{source: fixed, prompt: 200, output: 20}", "requests": 60, "seeds": 2, "max_num_seqs": 8}
 
@@ -36,7 +43,23 @@ def test_far_beyond_capacity_the_queue_is_told_to_grow_by_what_is_not_served():
     most = system.most(0)
     load = system.load(2 * most, 0)
     assert load.trend.growth == pytest.approx(most, rel=0.25)
-    assert verdict(load, 0.9).startswith("unstable: the queue grows by")
+    assert verdict(load, 0.9).startswith("unstable: queue +")
+
+
+def test_eighty_columns_hold_the_table_of_an_overloaded_system_whole():
+    trend = QueueTrend(True, 1234.56)
+    slow = {"p50": 104.25, "p99": 3599.123}
+    load = Load(12345.67, 0.123, trend, {"ttft": slow, "tpot": {"p50": 0.04, "p99": 12.3456}}, 1234567.0, 1.0)
+    own = options()
+    found = Capacity(Interval(1.0, 1.0, 1.0), {0: 1.0}, {0: [load]})
+    buffer = io.StringIO()
+    Console(file=buffer, width=80).print(runs_table(own, make_system(own), found))
+    shown = buffer.getvalue()
+    for word in ("sent", "req/s", "limits", "P99 ms", "tok/s", "busy", "verdict", "unstable:", "queue", "+1234.56/s"):
+        assert word in shown
+    for cell in ("12345.67", "12.3%", "104.250", "3599.123", "12345.6", "1234567", "100%"):
+        assert cell in shown
+    assert "\u2026" not in shown
 
 
 def test_a_traffic_is_carried_by_that_many_gpus(capsys):
@@ -70,7 +93,9 @@ def test_wrong_numbers_are_refused(changes, rule):
     [(["--gpu", "h20"], "no GPU sheet 'h20'; there are h200"), (["--router", "random"], "no router 'random'"),
      (["--lengths", "{source: fixd}"], "lengths"), (["--lengths", "{"], "lengths"),
      (["--replicas", "0"], "replicas = 0"),
-     (["--cost-model", "profiled:none.json"], "none.json"), (["--scheduler", "fcsf"], "no scheduler 'fcsf'")],
+     (["--cost-model", "profiled:none.json"], "none.json"),
+     (["--cost-model", "profiled:llama3-8b-h200"], "wanted 'dummy:tiny'; force_profile takes it all the same"),
+     (["--scheduler", "fcsf"], "no scheduler 'fcsf'")],
 )  # fmt: skip
 def test_a_users_mistake_ends_with_code_2_and_the_valid_ones(words, rule, capsys):
     assert cli(["capacity", "dummy:tiny", "--ttft", "1", *words]) == 2
@@ -103,6 +128,14 @@ def test_limits_on_a_run_are_told_beside_those_on_requests(capsys):
     assert main(options(itl_p99=0.5, queueing_p50=2.0, seeds=1, requests=20)) == 0
     shown = capsys.readouterr().out
     assert "for 90% of the requests with TTFT <= 0.2 s and ITL P99 <= 0.5 s, QUEUEING P50 <= 2 s" in shown
+
+
+def test_a_profile_of_a_busy_machine_is_told_in_the_title(tmp_path):
+    shipped = Profile.load(PROFILES / "llama3-8b-h200.json")
+    replace(shipped, conditions={"cores": 0.43}).save(tmp_path / "busy.json")
+    system = make_system(options(cost_model=f"profiled:{tmp_path / 'busy.json'}"))
+    told = "simulated NVIDIA H200, profile of a busy machine (other processes took 43% of the cores)"
+    assert system.machine == told
 
 
 def test_kv_needs_a_link():

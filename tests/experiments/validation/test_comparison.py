@@ -120,6 +120,14 @@ def test_latencies_beyond_the_bar_are_named_with_their_chance():
     assert "TTFT.P99 of fcfs at 50% (+25.0%)" in line and "E2E" not in line
 
 
+def test_a_profile_of_a_busy_machine_is_told_below_the_table():
+    own = recording()
+    busy = replace(PROFILE, conditions={"cores": 0.5})
+    warned = [line for line in markdown(own, busy, compare(own, busy)) if line.startswith("WARNING")]
+    assert warned == ["WARNING: the profile was measured on a busy machine: other processes took 50% of the cores.  "]
+    assert not any(line.startswith("WARNING") for line in markdown(own, PROFILE, compare(own, PROFILE)))
+
+
 def test_the_table_is_made_from_a_recording_alone(tmp_path, capsys):
     recording().save(tmp_path / "r")
     PROFILE.save(tmp_path / "r" / "profile.json")
