@@ -88,10 +88,9 @@ def compare_run(recording: Recording, run: RecordedRun, profile: Profile) -> Run
     """
     records, simulated_metrics = _simulate(recording, run, ProfiledCost(profile))
     real_metrics = run_metrics(run.requests, run.end)
-    deviation = profile.held_out.get("mape", 0.0)
-    drawn = [
-        _simulate(recording, run, _Noisy(profile, deviation, seed))[1] for seed in range(DRAWS if deviation else 0)
-    ]
+    deviation = profile.held_out.get("mape", 0.0)  # NaN where no step was held out
+    draws = DRAWS if 0.0 < deviation <= 1.0 else 0
+    drawn = [_simulate(recording, run, _Noisy(profile, deviation, seed))[1] for seed in range(draws)]
     errors = {metric: [own[metric] / real - 1 for own in drawn] for metric, real in real_metrics.items()}
     return RunComparison(
         run,

@@ -103,6 +103,9 @@ def test_chance_is_told_beside_the_error_where_the_profile_knows_its_own():
         assert least < most and item.error("ttft.p99") == pytest.approx(0.0, abs=1e-9)
         assert -0.2 < item.by_chance["e2e.p50"][0] < 0.0 < item.by_chance["e2e.p50"][1] < 0.2
     assert all(item.by_chance == {} for item in compare(own, PROFILE))
+    for none in (0.0, float("nan"), 50.0):  # an error that is no measure of chance
+        unknown = replace(profile, held_out={**profile.held_out, "mape": none})
+        assert compare_run(own, own.runs[0], unknown).by_chance == {}
     lines = markdown(own, profile, found)
     row = next(line for line in lines if line.startswith("| fcfs"))
     assert f"| {found[0].by_chance['ttft.p99'][0]:+.1%} to {found[0].by_chance['ttft.p99'][1]:+.1%} |" in row
